@@ -1,0 +1,68 @@
+"""The JIT module of the FP8 KV kernels: its name (the cache key), sources and flags.
+
+One module per (KV dtype, head_dim_kpe); query and output dtype are chosen at run time. FlashInfer's
+loader finds an ahead-of-time copy by the same name, as for its own modules.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.attention.modules import _BatchMLAModuleProxy
+from flashinfer.jit.core import JitSpec, gen_jit_spec
+
+KERNEL_DIR = Path(__file__).resolve().parent / "kernel"
+SOURCES = (
+    KERNEL_DIR / "binding" / "mla_fp8kv_plan.cu",
+    KERNEL_DIR / "binding" / "mla_fp8kv_run.cu",
+)
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def dequant_bits() -> bool:
+    """True when MLA_FP8KV_DEQUANT=bits asks for the conversion that SM80 and SM86 use."""
+    value = os.environ.get("MLA_FP8KV_DEQUANT", "")
+    if value not in ("", "bits"):
+        raise ValueError(f"MLA_FP8KV_DEQUANT must be unset or 'bits', got {value!r}.")
+    return value == "bits"
+
+
+def module_uri(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False) -> str:
+    """Name of the module, which is its key in FlashInfer's JIT and ahead-of-time caches."""
+    return f"mla_fp8kv_1_kv_{_FORMATS[kv_dtype]}_kpe_{head_dim_kpe}" + ("_bits" if bits else "")
+
+
+def gen_module(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False) -> JitSpec:
+    """Build specification of one module; sources are compiled where the package has them."""
+    return gen_jit_spec(
+        module_uri(kv_dtype, head_dim_kpe, bits),
+        SOURCES,
+        extra_cuda_cflags=[
+            "-Xptxas=-warn-spills",
+            f"-DMLA_FP8KV_E5M2={int(kv_dtype == torch.float8_e5m2)}",
+            f"-DMLA_FP8KV_KPE={head_dim_kpe}",
+            f"-DMLA_FP8KV_DEQUANT_BITS={int(bits)}",
+        ],
+        extra_include_paths=[KERNEL_DIR],
+        post_load_adapter=_BatchMLAModuleProxy,
+        use_fast_math=False,
+    )
+
+
+@functools.cache
+def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool):
+    spec = gen_module(kv_dtype, head_dim_kpe, bits)
+    try:
+        return spec.build_and_load()
+    except OSError as error:
+        raise RuntimeError(
+            f"The FP8 MLA module {spec.name} cannot be written to {jit_env.FLASHINFER_JIT_DIR} "
+            f"({error}); set FLASHINFER_WORKSPACE_BASE to a directory that can be written."
+        ) from error
+
+
+def get_module(kv_dtype: torch.dtype, head_dim_kpe: int):
+    """The loaded module with `plan` and `run`; compiled or taken from a cache on first use."""
+    return _load(kv_dtype, head_dim_kpe, dequant_bits())
