@@ -1,0 +1,620 @@
+/*
+ * The arithmetic on one tile of KV: scores, softmax, output; and what comes before and after the tiles of a work item.
+ *
+ * Softmax is online and lazy: P = 2^(score - reference), where the reference of a row only moves when a score exceeds it
+ * by more than kSlack (P then stays below 2^kSlack, harmless in FP16). Most tiles therefore need one barrier: the one
+ * that hands P from the warps that computed it to all warps.
+ */
+#pragma once
+#include "dequant.cuh"
+#include "load.cuh"
+#include "params.h"
+#include "ptx.cuh"
+#include "traits.cuh"
+
+namespace mla_fp8kv {
+
+#ifndef MLA_FP8KV_LOADS_ONLY
+#define MLA_FP8KV_LOADS_ONLY 0  // 1: keep the loads and drop the products, to measure what the loads alone cost
+#endif
+
+constexpr float kSlack = 8.f;
+// The reference before any score. Finite, so that a masked score (-inf) minus it is -inf and not NaN.
+constexpr float kNoReference = -1e30f;
+constexpr float kMasked = -__builtin_huge_valf();
+
+template <class T, Format F, Dequant D>
+class Attend {
+ public:
+  MLA_DEVICE Attend(const Params& p, uint32_t shared) : p_(p), shared_(shared) {
+    lane_ = ptx::thread_index() & 31;
+    warp_ = ptx::thread_index() >> 5;
+    g_ = lane_ >> 2;
+    t_ = lane_ & 3;
+    token_group_ = warp_ % T::kTokenGroups;
+    row_group_ = warp_ / T::kTokenGroups;
+    const int row = lane_ & 15, chunk = lane_ >> 4;
+    even_ = chunk_offset<T>(row, chunk);
+    odd_ = chunk_offset<T>(row, chunk + 2);
+  }
+
+  // ---- Q
+
+  // Fetches this thread's share of Q: 4 neighbouring elements of one row at every k-step it owns.
+  MLA_DEVICE void load_q(const WorkItem& item) {
+    const int row = 8 * (warp_ % T::kRowTiles) + g_;
+    const uint32_t packed = item.row_begin + row;
+    const uint32_t query = divide(packed, p_.heads);
+    const int64_t token = item.q_begin + query;
+    const int64_t head = packed - query * p_.heads.value;
+    const uint16_t* nope =
+        p_.q_nope + token * p_.q_nope_token_stride + head * p_.q_nope_head_stride + 4 * t_;
+    const uint16_t* pe = p_.q_pe + token * p_.q_pe_token_stride + head * p_.q_pe_head_stride + 4 * t_;
+#pragma unroll
+    for (int i = 0; i < T::kQPieces; ++i) {
+      const int step = q_step(i);
+      q_[i] = {0, 0};
+      if (row < item.rows) {
+        q_[i] = step < T::kCkvSteps
+                    ? ptx::ld_const(reinterpret_cast<const ptx::U2*>(nope + 16 * step))
+                    : ptx::ld_const(
+                          reinterpret_cast<const ptx::U2*>(pe + 16 * (step - T::kCkvSteps)));
+      }
+    }
+  }
+
+  // Scales each row of Q by a power of two into FP16's range (exact: FP16 has more mantissa than BF16) and stages it as
+  // MMA fragments. Ends with a barrier; needs one before it if shared memory is in use.
+  MLA_DEVICE void stage_q() {
+    const int row = 8 * (warp_ % T::kRowTiles) + g_;
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < T::kQPieces; ++i) {
+      float x[4];
+      widen_q(i, x);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) largest = ptx::max(largest, __builtin_fabsf(x[j]));
+    }
+    largest = ptx::max(largest, ptx::shuffle_xor(largest, 1));
+    largest = ptx::max(largest, ptx::shuffle_xor(largest, 2));
+    if constexpr (T::kWarpsPerRowTile > 1) {  // the row is spread over warps
+      const uint32_t cell = shared_ + T::kQMaxOffset + 4 * row;
+      if (warp_ < T::kRowTiles && t_ == 0) ptx::st_shared(cell, 0u);
+      ptx::sync_block();
+      if (t_ == 0) ptx::atomic_max_shared(cell, ptx::as_bits(largest));
+      ptx::sync_block();
+      ptx::ld_shared(largest, cell);
+    }
+    // 2^up brings the largest element into [2^14, 2^15). Clamped so that both powers are normal floats.
+    const int exponent = static_cast<int>((ptx::as_bits(largest) >> 23) & 0xff) - 127;
+    const int up = 14 - exponent < 126 ? 14 - exponent : 126;
+    const float scale_up = ptx::as_float(static_cast<uint32_t>(up + 127) << 23);
+    if (warp_ < T::kRowTiles && t_ == 0) {
+      const float scale_down = ptx::as_float(static_cast<uint32_t>(127 - up) << 23);
+      ptx::st_shared(shared_ + T::kFactorOffset + 4 * row, p_.score_scale * scale_down);
+      ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * row, kNoReference);
+    }
+#pragma unroll
+    for (int i = 0; i < T::kQPieces; ++i) {
+      float x[4];
+      widen_q(i, x);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] *= scale_up;
+      ptx::U2 fragment;
+      if constexpr (Widen<F, D>::kAlternatePairs) {
+        fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};
+      } else {
+        fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
+      }
+      ptx::st_shared(q_address(q_step(i), warp_ % T::kRowTiles), fragment);
+    }
+    ptx::sync_block();
+#pragma unroll
+    for (int n = 0; n < T::kQkRowTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        ptx::ld_shared(factor_[n][c], shared_ + T::kFactorOffset + 4 * qk_row(n, c));
+        reference_[n][c] = kNoReference;
+        sum_[n][c] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < T::kDimBlocks; ++d)
+#pragma unroll
+      for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out_[d][n][c] = 0.f;
+    out_exponent_ = kNoExponent;
+  }
+
+  // ---- one tile
+
+  // S^T of this warp's tokens and rows, in the units of the MMA.
+  MLA_DEVICE void scores(int slot) {
+    // Few row tiles leave the tensor core waiting for its own accumulator: split k over several chains.
+    constexpr int kChains = T::kGroupScales || T::kQkBlocks > 1 ? 1
+                            : T::kQkRowTiles == 1               ? 4
+                            : T::kQkRowTiles == 2               ? 2
+                                                                : 1;
+    const uint32_t tile = shared_ + T::kRingOffset + slot * T::kSlotBytes +
+                          token_group_ * T::kQkBlocks * 16 * T::kKvRowBytes;
+    float acc[T::kQkBlocks][T::kQkRowTiles][kChains][4];
+    zero(acc);
+    zero(score_);
+    NanFinder nan[T::kQkBlocks][2];
+#pragma unroll
+    for (int pair = 0; pair < (MLA_FP8KV_LOADS_ONLY ? 0 : T::kQkSteps / 2); ++pair) {  // 32 dims
+      uint32_t k[T::kQkBlocks][2][4];
+#pragma unroll
+      for (int b = 0; b < T::kQkBlocks; ++b) {
+        uint32_t word[4];  // rows g and g+8 of one k-step, rows g and g+8 of the next
+        ptx::ldmatrix_x4(word, tile + ((pair & 1) ? odd_ : even_) + (pair >> 1) * 64 +
+                                   b * 16 * T::kKvRowBytes);
+        if constexpr (Widen<F, D>::kHidesNan) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) nan[b][i & 1].look(word[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          Widen<F, D>::k_word(word[i], k[b][i >> 1][i & 1], k[b][i >> 1][(i & 1) + 2]);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int step = 2 * pair + half;
+#pragma unroll
+        for (int n = 0; n < T::kQkRowTiles; n += 2) {
+          uint32_t q[4];
+          load_q_fragments(step, n, q);
+#pragma unroll
+          for (int b = 0; b < T::kQkBlocks; ++b) {
+            ptx::mma_m16n8k16_f16(acc[b][n][step % kChains], k[b][half], q[0], q[1]);
+            if constexpr (T::kQkRowTiles > 1) {
+              ptx::mma_m16n8k16_f16(acc[b][n + 1][step % kChains], k[b][half], q[2], q[3]);
+            }
+          }
+        }
+      }
+      if constexpr (T::kGroupScales) {
+        constexpr int kPairsPerGroup = kScaleGroupDims / 32;
+        if (pair % kPairsPerGroup == kPairsPerGroup - 1 && pair / kPairsPerGroup < kScaleGroups) {
+          add_scaled_group(slot, pair / kPairsPerGroup, acc);
+        }
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) score_[b][n][c] += acc[b][n][chain][c];
+    if constexpr (Widen<F, D>::kHidesNan) {
+#pragma unroll
+      for (int b = 0; b < T::kQkBlocks; ++b) poison(nan[b], score_[b]);
+    }
+  }
+
+  // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
+  MLA_DEVICE void mask(const WorkItem& item, int position) {
+#pragma unroll
+    for (int n = 0; n < T::kQkRowTiles; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int query = divide(item.row_begin + qk_row(n, c), p_.heads);
+        const int causal = item.causal_end + query;
+        const int end = causal < item.kv_end ? causal : item.kv_end;
+#pragma unroll
+        for (int b = 0; b < T::kQkBlocks; ++b) {
+          const int token = position + qk_token(b);
+          if (token >= end) score_[b][n][c] = kMasked;
+          if (token + 8 >= end) score_[b][n][c + 2] = kMasked;
+        }
+      }
+    }
+  }
+
+  // P of this warp's tokens and rows into buffer `buffer`. True if a score is too far above its reference.
+  MLA_DEVICE bool softmax(int buffer) {
+    bool exceeds = false;
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float x = ptx::fma(score_[b][n][c], factor_[n][c & 1], -reference_[n][c & 1]);
+          exceeds |= x > kSlack;
+          p_value_[b][n][c] = ptx::exp2(x);
+        }
+    store_p(buffer);
+    return exceeds;
+  }
+
+  // Moves the references up to the rows' maxima, for all warps alike, and rewrites P.
+  MLA_DEVICE void raise_reference(int buffer) {
+#pragma unroll
+    for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = kMasked;
+#pragma unroll
+        for (int b = 0; b < T::kQkBlocks; ++b) {
+          x = ptx::max(x, ptx::max(score_[b][n][c], score_[b][n][c + 2]));
+        }
+        x = ptx::max(x, ptx::shuffle_xor(x, 4));
+        x = ptx::max(x, ptx::shuffle_xor(x, 8));
+        x = ptx::max(x, ptx::shuffle_xor(x, 16));
+        if (g_ == 0) {
+          ptx::st_shared(tile_max_address(token_group_, qk_row(n, c)), x * factor_[n][c]);
+        }
+      }
+    ptx::sync_block();
+#pragma unroll
+    for (int n = 0; n < T::kRowTiles; ++n) {
+      float shrink[2], raised[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = 8 * n + 2 * t_ + c;
+        float old;
+        ptx::ld_shared(old, shared_ + T::kRowMaxOffset + 4 * row);
+        raised[c] = old;
+#pragma unroll
+        for (int k = 0; k < T::kTokenGroups; ++k) {
+          float x;
+          ptx::ld_shared(x, tile_max_address(k, row));
+          raised[c] = ptx::max(raised[c], x);
+        }
+        shrink[c] = raised[c] == old ? 1.f : ptx::exp2(old - raised[c]);
+      }
+#pragma unroll
+      for (int d = 0; d < T::kDimBlocks; ++d)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out_[d][n][c] *= shrink[c & 1];
+#pragma unroll
+      for (int own = 0; own < T::kQkRowTiles; ++own) {
+        if (n == row_group_ * T::kQkRowTiles + own) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            reference_[own][c] = raised[c];
+            sum_[own][c] *= shrink[c];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          p_value_[b][n][c] =
+              ptx::exp2(ptx::fma(score_[b][n][c], factor_[n][c & 1], -reference_[n][c & 1]));
+        }
+    store_p(buffer);
+    ptx::sync_block();
+    // Everyone has read the old references: write the new ones for the next time.
+    if (token_group_ == 0 && g_ == 0) {
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * qk_row(n, c), reference_[n][c]);
+        }
+    }
+  }
+
+  MLA_DEVICE void add_sums() {
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum_[n][c & 1] += p_value_[b][n][c];
+  }
+
+  // O^T += V^T P^T over the tile, for this warp's dims.
+  MLA_DEVICE void output(int slot, int buffer) {
+    if constexpr (T::kGroupScales) raise_exponent(slot);
+    const uint32_t tile =
+        shared_ + T::kRingOffset + slot * T::kSlotBytes + warp_ * T::kWarpDims;
+    const uint32_t p = shared_ + T::kPOffset + buffer * T::kPBytes + (lane_ & 15) * T::kPRowBytes;
+#pragma unroll
+    for (int k = 0; k < (MLA_FP8KV_LOADS_ONLY ? 0 : T::kTokenBlocks); ++k) {
+      uint32_t pt[T::kRowTiles][2];
+#pragma unroll
+      for (int n = 0; n < T::kRowTiles; ++n) {
+        ptx::ldmatrix_x2_trans(pt[n], p + k * 16 * T::kPRowBytes + n * 16);
+      }
+      if constexpr (T::kGroupScales) scale_p(slot, k, pt);
+#pragma unroll
+      for (int d = 0; d < T::kDimBlocks; d += 2) {
+        // Tokens 0..7 and 8..15 of 16 dims, then of the next 16.
+        uint32_t word[4], v[2][4];
+        ptx::ldmatrix_x4_trans(word, tile + ((d & 2) ? odd_ : even_) + (d >> 2) * 64 +
+                                         k * 16 * T::kKvRowBytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // Row g of the MMA is dim 2g of the block, row g+8 is dim 2g+1.
+          Widen<F, D>::v_word(word[i], v[i >> 1][2 * (i & 1)], v[i >> 1][2 * (i & 1) + 1]);
+        }
+#pragma unroll
+        for (int n = 0; n < T::kRowTiles; ++n) {
+          ptx::mma_m16n8k16_f16(out_[d][n], v[0], pt[n][0], pt[n][1]);
+          ptx::mma_m16n8k16_f16(out_[d + 1][n], v[1], pt[n][0], pt[n][1]);
+        }
+      }
+    }
+  }
+
+  // ---- the end of a work item
+
+  // Writes the item's rows: to `out` and `lse` if it saw all their KV, else to its partial slot.
+  MLA_DEVICE void finish(const WorkItem& item) {
+#pragma unroll
+    for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = sum_[n][c];
+        x += ptx::shuffle_xor(x, 4);
+        x += ptx::shuffle_xor(x, 8);
+        x += ptx::shuffle_xor(x, 16);
+        if (g_ == 0) ptx::st_shared(sum_address(token_group_, qk_row(n, c)), x);
+      }
+    ptx::sync_block();
+    float unit = Widen<F, D>::kScale;
+    if constexpr (T::kGroupScales) unit *= ptx::as_float(static_cast<uint32_t>(out_exponent_ + 127) << 23);
+#pragma unroll
+    for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = 8 * n + 2 * t_ + c;
+        if (row >= item.rows) continue;
+        const float sum = row_sum(row);
+        const float scale = sum == 0.f ? 0.f : ptx::divide(unit, sum);
+        if (item.partial < 0) {
+          store_out(item, row, n, c, scale * p_.out_scale);
+        } else {
+          store_partial(item, row, n, c, scale);
+        }
+      }
+    // One thread a row writes its statistics.
+    const int row = ptx::thread_index();
+    if (row < item.rows) {
+      float reference;
+      ptx::ld_shared(reference, shared_ + T::kRowMaxOffset + 4 * row);
+      const float sum = row_sum(row);
+      if (item.partial >= 0) {
+        float* stat = p_.partial_stat + (int64_t{item.partial} * T::kRows + row) * 2;
+        ptx::st_global(reinterpret_cast<ptx::U2*>(stat),
+                       ptx::U2{ptx::as_bits(reference), ptx::as_bits(sum)});
+      } else if (p_.lse != nullptr) {
+        const float lse = sum == 0.f ? kMasked : reference + ptx::log2(sum);
+        ptx::st_global(p_.lse + (int64_t{item.q_begin} * p_.heads.value + item.row_begin + row),
+                       lse * p_.lse_scale);
+      }
+    }
+    ptx::sync_block();
+  }
+
+ private:
+  static constexpr int kNoExponent = -126;
+
+  template <class Array>
+  static MLA_DEVICE void zero(Array& a) {
+    float* f = reinterpret_cast<float*>(&a);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Array) / sizeof(float)); ++i) f[i] = 0.f;
+  }
+
+  // ---- addresses
+  MLA_DEVICE int q_step(int i) const { return i * T::kWarpsPerRowTile + warp_ / T::kRowTiles; }
+  // Fragments of two row tiles of a k-step lie together (of two k-steps, where there is one row tile only), so that one
+  // 16-byte load brings both.
+  MLA_DEVICE uint32_t q_address(int step, int row_tile) const {
+    const int pair = T::kRowTiles == 1 ? step >> 1 : step * (T::kRowTiles / 2) + (row_tile >> 1);
+    const int half = T::kRowTiles == 1 ? step & 1 : row_tile & 1;
+    return shared_ + T::kQOffset + (pair * 32 + lane_) * 16 + half * 8;
+  }
+  MLA_DEVICE int qk_row(int n, int c) const {
+    return 8 * (row_group_ * T::kQkRowTiles + n) + 2 * t_ + c;
+  }
+  MLA_DEVICE int qk_token(int b) const { return 16 * (token_group_ * T::kQkBlocks + b) + g_; }
+  MLA_DEVICE uint32_t tile_max_address(int token_group, int row) const {
+    return shared_ + T::kTileMaxOffset + 4 * (token_group * T::kRows + row);
+  }
+  MLA_DEVICE uint32_t sum_address(int token_group, int row) const {
+    return shared_ + T::kSumOffset + 4 * (token_group * T::kRows + row);
+  }
+  MLA_DEVICE float row_sum(int row) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < T::kTokenGroups; ++k) {
+      float x;
+      ptx::ld_shared(x, sum_address(k, row));
+      sum += x;
+    }
+    return sum;
+  }
+
+  // ---- Q
+  MLA_DEVICE void widen_q(int i, float (&x)[4]) const {
+    if (p_.q_is_bf16) {
+      x[0] = ptx::as_float(q_[i].x << 16);
+      x[1] = ptx::as_float(q_[i].x & 0xffff0000u);
+      x[2] = ptx::as_float(q_[i].y << 16);
+      x[3] = ptx::as_float(q_[i].y & 0xffff0000u);
+    } else {
+      ptx::unpack_f16x2(q_[i].x, x[0], x[1]);
+      ptx::unpack_f16x2(q_[i].y, x[2], x[3]);
+    }
+    if (T::kKpeDim > 0 && q_step(i) >= T::kCkvSteps) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] *= p_.pe_ratio;
+    }
+  }
+
+  // b fragments of row tiles n and n+1 of this warp; of one row tile only: its fragment of `step`.
+  MLA_DEVICE void load_q_fragments(int step, int n, uint32_t (&q)[4]) const {
+    if constexpr (T::kQkRowTiles == 1) {
+      ptx::U2 v;
+      ptx::ld_shared(v, q_address(step, 0));
+      q[0] = v.x;
+      q[1] = v.y;
+    } else {
+      ptx::U4 v;
+      ptx::ld_shared(v, q_address(step, row_group_ * T::kQkRowTiles + n));
+      q[0] = v.x;
+      q[1] = v.y;
+      q[2] = v.z;
+      q[3] = v.w;
+    }
+  }
+
+  // ---- NaN codes that the conversion hides: NaN scores of the token's rows poison the rows' whole output
+  MLA_DEVICE void poison(const NanFinder (&nan)[2], float (&score)[T::kQkRowTiles][4]) const {
+    uint32_t found = (nan[0].found() ? 1u : 0u) | (nan[1].found() ? 2u : 0u);
+    if (!ptx::any(found != 0)) return;
+    found |= ptx::shuffle_xor(found, 1);
+    found |= ptx::shuffle_xor(found, 2);
+#pragma unroll
+    for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (found & (c < 2 ? 1u : 2u)) score[n][c] = __builtin_nanf("");
+      }
+  }
+
+  // ---- P
+  MLA_DEVICE void store_p(int buffer) const {
+    const uint32_t base = shared_ + T::kPOffset + buffer * T::kPBytes + 4 * t_ +
+                          16 * row_group_ * T::kQkRowTiles;
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n) {
+        const uint32_t a = base + qk_token(b) * T::kPRowBytes + 16 * n;
+        const float(&x)[4] = p_value_[b][n];
+        ptx::st_shared(a, ptx::pack_f16x2(x[0], x[1]));
+        ptx::st_shared(a + 8 * T::kPRowBytes, ptx::pack_f16x2(x[2], x[3]));
+      }
+  }
+
+  // ---- group scales: row token of S^T, k index of the second product
+  MLA_DEVICE float group_scale(int slot, int token, int group) const {
+    float x;
+    ptx::ld_shared(x, shared_ + T::kScaleRingOffset + slot * T::kScaleSlotBytes +
+                          4 * (token * kScaleGroups + group));
+    return x;
+  }
+
+  template <class Acc>
+  MLA_DEVICE void add_scaled_group(int slot, int group, Acc& acc) {
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b) {
+      const float lower = group_scale(slot, qk_token(b), group);
+      const float upper = group_scale(slot, qk_token(b) + 8, group);
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          score_[b][n][c] = ptx::fma(acc[b][n][0][c], c < 2 ? lower : upper, score_[b][n][c]);
+          acc[b][n][0][c] = 0.f;
+        }
+    }
+  }
+
+  MLA_DEVICE int own_group() const { return warp_ * T::kWarpDims / kScaleGroupDims; }
+
+  // P x scale must fit FP16: O is kept in units of 2^out_exponent_, the largest power of two of the scales seen.
+  MLA_DEVICE void raise_exponent(int slot) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < T::kTokens; i += 32) {
+      largest = ptx::max(largest, __builtin_fabsf(group_scale(slot, i + lane_, own_group())));
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) largest = ptx::max(largest, ptx::shuffle_xor(largest, i));
+    int exponent = static_cast<int>((ptx::as_bits(largest) >> 23) & 0xff) - 127;
+    exponent = exponent < kNoExponent ? kNoExponent : exponent > 126 ? 126 : exponent;
+    if (exponent > out_exponent_) {
+      const int down = exponent - out_exponent_;
+      const float shrink = down > 126 ? 0.f : ptx::as_float(static_cast<uint32_t>(127 - down) << 23);
+#pragma unroll
+      for (int d = 0; d < T::kDimBlocks; ++d)
+#pragma unroll
+        for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) out_[d][n][c] *= shrink;
+      out_exponent_ = exponent;
+    }
+  }
+
+  MLA_DEVICE void scale_p(int slot, int k, uint32_t (&pt)[T::kRowTiles][2]) const {
+    const float unit = ptx::as_float(static_cast<uint32_t>(127 - out_exponent_) << 23);
+    float s[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[i] = unit * group_scale(slot, 16 * k + 2 * t_ + (i & 1) + 8 * (i >> 1), own_group());
+    }
+#pragma unroll
+    for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float lo, hi;
+        ptx::unpack_f16x2(pt[n][half], lo, hi);
+        pt[n][half] = ptx::pack_f16x2(lo * s[2 * half], hi * s[2 * half + 1]);
+      }
+  }
+
+  // ---- results
+  MLA_DEVICE void store_out(const WorkItem& item, int row, int n, int c, float scale) const {
+    const uint32_t packed = item.row_begin + row;
+    const uint32_t query = divide(packed, p_.heads);
+    const int64_t token = item.q_begin + query;
+    const int64_t head = packed - query * p_.heads.value;
+    uint16_t* out = p_.out + token * p_.out_token_stride + head * p_.out_head_stride +
+                    warp_ * T::kWarpDims + 2 * g_;
+#pragma unroll
+    for (int d = 0; d < T::kDimBlocks; ++d) {
+      const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
+      ptx::st_global(reinterpret_cast<uint32_t*>(out + 16 * d),
+                     p_.q_is_bf16 ? ptx::pack_bf16x2(lo, hi) : ptx::pack_f16x2(lo, hi));
+    }
+  }
+
+  MLA_DEVICE void store_partial(const WorkItem& item, int row, int n, int c, float scale) const {
+    const int64_t at = (int64_t{item.partial} * T::kRows + row) * kCkvDim + warp_ * T::kWarpDims +
+                       2 * g_;
+#pragma unroll
+    for (int d = 0; d < T::kDimBlocks; ++d) {
+      const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
+      if constexpr (T::kGroupScales) {
+        ptx::st_global(reinterpret_cast<ptx::U2*>(static_cast<float*>(p_.partial_out) + at + 16 * d),
+                       ptx::U2{ptx::as_bits(lo), ptx::as_bits(hi)});
+      } else {
+        ptx::st_global(
+            reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p_.partial_out) + at + 16 * d),
+            ptx::pack_f16x2(lo, hi));
+      }
+    }
+  }
+
+  const Params& p_;
+  uint32_t shared_;
+  int lane_, warp_, g_, t_;
+  int token_group_, row_group_;
+  uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
+
+  ptx::U2 q_[T::kQPieces];
+  float factor_[T::kQkRowTiles][2];     // score units of a row to base-2 logits
+  float reference_[T::kQkRowTiles][2];  // the rows' references, the same in all warps of a row group
+  float sum_[T::kQkRowTiles][2];        // of this thread's own P
+  float score_[T::kQkBlocks][T::kQkRowTiles][4];
+  float p_value_[T::kQkBlocks][T::kQkRowTiles][4];
+  float out_[T::kDimBlocks][T::kRowTiles][4];
+  int out_exponent_;
+};
+
+}  // namespace mla_fp8kv
