@@ -170,17 +170,17 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
 
     def _check_pair(self, value, names, shapes, dtype, dtype_name) -> None:
         packed, split = _parse_structural_mla_input(value, name=names[0])
-        if packed is not None:
+        if split is None:
             shape = (*shapes[0][:-1], shapes[0][-1] + shapes[1][-1])
             checks.tensor(names[0], packed, shape, dtype, self.device, planned_name=dtype_name)
-        if split is not None:
-            for name, leaf, shape in zip(names[1:], split, shapes):
-                checks.tensor(name, leaf, shape, dtype, self.device, planned_name=dtype_name)
-            if split[0].shape[0] != split[1].shape[0]:
-                raise ValueError(
-                    f"{names[1]} and {names[2]} must have the same first extent, "
-                    f"got {split[0].shape[0]} and {split[1].shape[0]}."
-                )
+            return
+        for name, leaf, shape in zip(names[1:], split, shapes):
+            checks.tensor(name, leaf, shape, dtype, self.device, planned_name=dtype_name)
+        if split[0].shape[0] != split[1].shape[0]:
+            raise ValueError(
+                f"{names[1]} and {names[2]} must have the same first extent, "
+                f"got {split[0].shape[0]} and {split[1].shape[0]}."
+            )
 
     def _run_generated_fa(
         self,
@@ -282,7 +282,7 @@ def select_backend(requested: type, args, contract: MLAInputContract):
     auto = requested is _BatchMLAPagedAttentionAutoBackend
     if not auto and requested is not _BatchMLAPagedAttentionFa2Backend:
         return requested, contract
-    major, minor = capability.compute_capability(args._float_workspace_buffer.device)
+    major = capability.compute_capability(args._float_workspace_buffer.device)[0]
     if args.use_profiler and major == 9:
         return requested, contract
     if auto:

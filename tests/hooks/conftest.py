@@ -1,0 +1,130 @@
+"""The real upstream Python tree, pristine and patched, imported on a machine without a GPU.
+
+The sdist comes from FLASHINFER_SDIST or from the build's download cache. The patched tree goes on
+sys.path, a recording stand-in takes the place of the compiled module, and the compute capability
+is the one a test asks for.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import upstream_tree
+
+torch = pytest.importorskip("torch", reason="the hooks run on torch tensors")
+
+REPO = Path(__file__).resolve().parents[2]
+PATCHES = REPO / "patches" / "0.7.2"
+
+
+def pytest_configure(config):
+    # SGLang's calls are upstream's deprecated forms; each wrapper says so once.
+    config.addinivalue_line("filterwarnings", "ignore:.*MLA:DeprecationWarning")
+
+
+@dataclass(frozen=True)
+class Trees:
+    pristine: Path
+    patched: Path
+
+
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory) -> Trees:
+    sdist = upstream_tree.find_sdist()
+    if sdist is None:
+        pytest.skip("no flashinfer_python-0.7.2 sdist: set FLASHINFER_SDIST or run ./build.sh once")
+    made = Trees(tmp_path_factory.mktemp("pristine"), tmp_path_factory.mktemp("patched"))
+    upstream_tree.unpack(sdist, made.pristine)
+    upstream_tree.unpack(sdist, made.patched)
+    for name in upstream_tree.series(PATCHES):
+        subprocess.run(
+            ["patch", "-p1", "-F0", "--no-backup-if-mismatch", "-s", "-i", PATCHES / name],
+            cwd=made.patched,
+            check=True,
+        )
+    return made
+
+
+@pytest.fixture(scope="session")
+def flashinfer(trees, tmp_path_factory):
+    """The patched package, imported."""
+    if "flashinfer" in sys.modules:
+        pytest.fail("flashinfer is already imported: run tests/hooks in a process of its own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("workspace")))
+        patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+        patch.syspath_prepend(str(REPO / "python"))
+        patch.syspath_prepend(str(trees.patched))
+        import flashinfer.mla
+        import mla_fp8kv.backend  # noqa: F401
+
+        assert Path(flashinfer.__file__).is_relative_to(trees.patched)
+        yield flashinfer
+
+
+class RecordingModule:
+    """Stands in for a compiled MLA module: records what it is called with, computes nothing."""
+
+    def __init__(self, key):
+        self.key = key
+        self.plans = []
+        self.runs = []
+
+    def plan(self, *args):
+        self.plans.append(args)
+        return [len(self.plans)]
+
+    def plan_with_staged_workspace_bytes(self, *args):
+        return self.plan(*args), 0
+
+    def run(self, *args):
+        self.runs.append(args)
+
+
+@pytest.fixture
+def device(flashinfer, monkeypatch):
+    """Control of the pretended device: `device.sm = (major, minor)`, `device.modules` by key."""
+
+    class Device:
+        sm = (9, 0)
+        modules: dict = {}
+
+        def module(self, *key):
+            return self.modules.setdefault(key, RecordingModule(key))
+
+    pretended = Device()
+    pretended.modules = {}
+    import mla_fp8kv.capability
+    import mla_fp8kv.jit
+    from flashinfer.mla._batch_mla import _auto_policy, _wrapper
+    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
+
+    def capability(_device=None):
+        return pretended.sm
+
+    monkeypatch.setattr(mla_fp8kv.capability, "compute_capability", capability)
+    for module in (_auto_policy, _wrapper):
+        monkeypatch.setattr(module, "_get_compute_capability", capability)
+    monkeypatch.setattr(_fa_common, "get_compute_capability", capability)
+    for module in (_fa_common, _auto_policy):
+        monkeypatch.setattr(module, "is_sm90a_supported", lambda _: pretended.sm[0] == 9)
+    monkeypatch.setattr(_auto_policy, "is_sm120a_supported", lambda _: pretended.sm == (12, 0))
+    monkeypatch.setattr(_auto_policy, "is_sm121a_supported", lambda _: pretended.sm == (12, 1))
+    monkeypatch.setattr(_fa_common, "get_device_sm_count", lambda _: 132)
+    monkeypatch.setattr(
+        _fa_common, "_get_fa_shared_memory_limits", lambda _: (233472, 232448)
+    )
+    for module in (fa2_backend, fa3_backend):
+        monkeypatch.setattr(module, "get_batch_mla_module", pretended.module)
+    monkeypatch.setattr(
+        mla_fp8kv.jit, "get_module", lambda dtype, kpe: pretended.module("fp8kv", dtype, kpe)
+    )
+    empty = torch.empty
+
+    def empty_unpinned(*args, pin_memory=False, **kwargs):
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty_unpinned)
+    return pretended
