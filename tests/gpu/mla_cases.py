@@ -99,7 +99,9 @@ def make_pool(case: Case, pages: int, generator) -> tuple[torch.Tensor, torch.Te
         return quantized[..., :CKV].contiguous(), quantized[..., CKV:].contiguous()
     pool = quantized.view(torch.uint8)
     if case.layout == "layers":
-        layers = torch.full((pages, 3, case.page_size, width), 0x7F, device=DEVICE, dtype=torch.uint8)
+        layers = torch.full(
+            (pages, 3, case.page_size, width), 0x7F, device=DEVICE, dtype=torch.uint8
+        )
         layers[:, 1] = pool
         pool = layers[:, 1]
     pool = pool.view(FP8[case.kv])
@@ -140,14 +142,12 @@ def make_inputs(case: Case) -> Inputs:
         indices = torch.cat([indices, wild])
 
     tokens = sum(case.q_lens)
-    query = torch.randn(
-        tokens, case.heads, CKV + case.kpe, device=DEVICE, generator=generator
-    ).to(Q16[case.q])
+    query = torch.randn(tokens, case.heads, CKV + case.kpe, device=DEVICE, generator=generator).to(
+        Q16[case.q]
+    )
     scales = None
     if case.group_scales:
-        scales = torch.rand(
-            pages, case.page_size, CKV // 128, device=DEVICE, generator=generator
-        )
+        scales = torch.rand(pages, case.page_size, CKV // 128, device=DEVICE, generator=generator)
         scales = scales * 2 + 0.25
     return Inputs(
         case,
