@@ -1,7 +1,7 @@
 """Runs the plan through its C shim and checks what it wrote against params.h's rules.
 
-The checker reads the staged bytes as the kernels do (records by CTA, merge items through the header)
-and shares no code with plan.h.
+The checker reads the staged bytes as the kernels do (records by CTA, merge items through the
+header) and shares no code with plan.h.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Planner:
             ctypes.byref(data), (TileShape * len(tiles))(*tiles), len(tiles)
         )
 
-    def plan(self, problem, tile, grid, capacity=1 << 20, slots=None, arrays=None) -> Plan:
+    def plan(self, problem, tile, grid, capacity=4 << 20, slots=None, arrays=None) -> Plan:
         data, _keep = self.input(problem, arrays)
         memory = np.full(capacity + 64 + 4096, self.GUARD, np.uint8)
         offset = -memory.ctypes.data % 64
@@ -222,6 +222,9 @@ def check_plan(problem: Problem, tile: TileShape, plan: Plan) -> None:
     assert plan.status == "ok", plan.status
     qo_indptr, kv_indptr, _ = problem.arrays()
     request_at = {int(qo_indptr[b]): b for b, n in enumerate(problem.qo_lens) if n > 0}
+
+    assert plan.header["merge_offset"] % 32 == 0, "alignment of the merge items"
+    assert plan.header["merge_offset"] >= CTA_WORK_OFFSET + plan.grid * CTA_WORK.itemsize
 
     # Read every CTA's items in order; the line is the concatenation of the CTAs' ranges.
     line = []
@@ -265,7 +268,9 @@ def check_plan(problem: Problem, tile: TileShape, plan: Plan) -> None:
         position = 0
         for _, item in mine:
             assert item["rows"] == rows, "rows of an item"
-            assert item["kv_begin"] == position, f"token {position} of request {b} left out or twice"
+            assert item["kv_begin"] == position, (
+                f"token {position} of request {b} left out or twice"
+            )
             position = item["kv_end"]
             assert position == visible or position % tile.tokens == 0, "cut inside a kv tile"
         assert position == visible, f"request {b} row {row_begin}: {position} of {visible} tokens"
@@ -299,13 +304,13 @@ def check_balance(kv_tiles, tile, plan, line) -> None:
         assert [cta for cta, _ in line] == list(range(len(line))), "one piece a CTA"
         assert max(item_tiles, default=0) <= limit, "a piece above the one-piece limit"
         groups = {}
-        for (_, item), tiles in zip(line, item_tiles):
+        for (_, item), tiles in zip(line, item_tiles, strict=True):
             groups.setdefault((item["q_begin"], item["row_begin"]), []).append(tiles)
         for sizes in groups.values():
             assert max(sizes) - min(sizes) <= 1, f"pieces of one row tile differ: {sizes}"
         return
     cost = np.zeros(plan.grid)
-    for (cta, item), tiles in zip(line, item_tiles):
+    for (cta, item), tiles in zip(line, item_tiles, strict=True):
         cost[cta] += item_cost + tiles
         assert item["partial"] < 0 or tiles > item_cost - 1 / 16, "a piece not worth its item"
     even = (sum(kv_tiles) + len(kv_tiles) * item_cost) / plan.grid
@@ -338,39 +343,3 @@ def check_coverage_by_hand(problem: Problem, tile: TileShape, plan: Plan) -> Non
     np.testing.assert_array_equal(seen, expected)
     first = problem.q_start * problem.num_heads
     assert (written[:first] == 0).all() and (written[first:] == 1).all(), "rows written not once"
-
-
-def sample_problem(rng: np.random.Generator, small: bool = False) -> Problem:
-    """A problem from the distributions that serving and its accidents produce."""
-    batch = int(rng.integers(0, 5 if small else rng.choice([4, 40, 301])))
-    longest = 300 if small else int(rng.choice([64, 500, 4096, 20000]))
-    kind = rng.integers(0, 5)
-    if kind == 0:
-        kv = rng.integers(0, longest + 1, batch)
-    elif kind == 1:
-        kv = np.full(batch, longest)
-    elif kind == 2:  # one long, many short
-        kv = rng.integers(1, 65, batch)
-        if batch:
-            kv[rng.integers(0, batch)] = longest
-    elif kind == 3:  # mostly idle
-        kv = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.2)
-    else:  # on tile edges
-        kv = np.maximum(0, rng.integers(0, longest // 64 + 2, batch) * 64 + rng.integers(-1, 2, batch))
-    longest_q = int(rng.choice([1, 4, 9] if small else [1, 1, 4, 8, 300 if batch < 40 else 4]))
-    qo = rng.integers(0, longest_q + 1, batch) if rng.random() < 0.5 else np.full(batch, longest_q)
-    return Problem(
-        qo.tolist(),
-        kv.tolist(),
-        num_heads=int(rng.choice([1, 3, 8, 12, 16, 20, 32, 64, 128, 130])),
-        causal=bool(rng.random() < 0.5),
-        page_size=int(rng.choice([1, 3, 16, 64])),
-        q_start=int(rng.choice([0, 0, 5])),
-    )
-
-
-def sample_tile(planner: Planner, rng: np.random.Generator, small: bool = False):
-    """(tile, grid) of a device small or large."""
-    rows, tokens, ctas = [(8, 64, 2), (16, 64, 2), (32, 32, 2), (64, 64, 1)][rng.integers(0, 4)]
-    grid = int(rng.choice([1, 2, 7, 23] if small else [1, 46, 132, 264, 376])) * ctas
-    return planner.tile(rows, 16 if small else tokens, ctas), grid
