@@ -91,7 +91,8 @@ class Attend {
     const float scale_up = ptx::as_float(static_cast<uint32_t>(up + 127) << 23);
     if (warp_ < T::kRowTiles && t_ == 0) {
       const float scale_down = ptx::as_float(static_cast<uint32_t>(127 - up) << 23);
-      ptx::st_shared(shared_ + T::kFactorOffset + 4 * row, p_.score_scale * scale_down);
+      ptx::st_shared(shared_ + T::kFactorOffset + 4 * row,
+                     p_.score_scale * Widen<F, D>::kScale * scale_down);
       ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * row, kNoReference);
     }
 #pragma unroll
@@ -196,6 +197,7 @@ class Attend {
     }
   }
 
+
   // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
   MLA_DEVICE void mask(const WorkItem& item, int position) {
 #pragma unroll
@@ -218,17 +220,21 @@ class Attend {
   // P of this warp's tokens and rows into buffer `buffer`. True if a score is too far above its reference.
   MLA_DEVICE bool softmax(int buffer) {
     bool exceeds = false;
+    zero(p_sum_);
 #pragma unroll
     for (int b = 0; b < T::kQkBlocks; ++b)
 #pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n)
+      for (int n = 0; n < T::kQkRowTiles; ++n) {
+        float p[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float x = ptx::fma(score_[b][n][c], factor_[n][c & 1], -reference_[n][c & 1]);
           exceeds |= x > kSlack;
-          p_value_[b][n][c] = ptx::exp2(x);
+          p[c] = ptx::exp2(x);
+          p_sum_[n][c & 1] += p[c];
         }
-    store_p(buffer);
+        store_p(buffer, b, n, p);
+      }
     return exceeds;
   }
 
@@ -283,16 +289,7 @@ class Attend {
         }
       }
     }
-#pragma unroll
-    for (int b = 0; b < T::kQkBlocks; ++b)
-#pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          p_value_[b][n][c] =
-              ptx::exp2(ptx::fma(score_[b][n][c], factor_[n][c & 1], -reference_[n][c & 1]));
-        }
-    store_p(buffer);
+    softmax(buffer);
     ptx::sync_block();
     // Everyone has read the old references: write the new ones for the next time.
     if (token_group_ == 0 && g_ == 0) {
@@ -307,11 +304,9 @@ class Attend {
 
   MLA_DEVICE void add_sums() {
 #pragma unroll
-    for (int b = 0; b < T::kQkBlocks; ++b)
+    for (int n = 0; n < T::kQkRowTiles; ++n)
 #pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum_[n][c & 1] += p_value_[b][n][c];
+      for (int c = 0; c < 2; ++c) sum_[n][c] += p_sum_[n][c];
   }
 
   // O^T += V^T P^T over the tile, for this warp's dims.
@@ -487,18 +482,11 @@ class Attend {
   }
 
   // ---- P
-  MLA_DEVICE void store_p(int buffer) const {
-    const uint32_t base = shared_ + T::kPOffset + buffer * T::kPBytes + 4 * t_ +
-                          16 * row_group_ * T::kQkRowTiles;
-#pragma unroll
-    for (int b = 0; b < T::kQkBlocks; ++b)
-#pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n) {
-        const uint32_t a = base + qk_token(b) * T::kPRowBytes + 16 * n;
-        const float(&x)[4] = p_value_[b][n];
-        ptx::st_shared(a, ptx::pack_f16x2(x[0], x[1]));
-        ptx::st_shared(a + 8 * T::kPRowBytes, ptx::pack_f16x2(x[2], x[3]));
-      }
+  MLA_DEVICE void store_p(int buffer, int b, int n, const float (&p)[4]) const {
+    const uint32_t a = shared_ + T::kPOffset + buffer * T::kPBytes + 4 * t_ +
+                       16 * (row_group_ * T::kQkRowTiles + n) + qk_token(b) * T::kPRowBytes;
+    ptx::st_shared(a, ptx::pack_f16x2(p[0], p[1]));
+    ptx::st_shared(a + 8 * T::kPRowBytes, ptx::pack_f16x2(p[2], p[3]));
   }
 
   // ---- group scales: row token of S^T, k index of the second product
@@ -553,19 +541,14 @@ class Attend {
 
   MLA_DEVICE void scale_p(int slot, int k, uint32_t (&pt)[T::kRowTiles][2]) const {
     const float unit = ptx::as_float(static_cast<uint32_t>(127 - out_exponent_) << 23);
-    float s[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      s[i] = unit * group_scale(slot, 16 * k + 2 * t_ + (i & 1) + 8 * (i >> 1), own_group());
+    for (int half = 0; half < 2; ++half) {
+      const int token = 16 * k + 8 * half + 2 * t_;
+      const uint32_t scale = ptx::pack_f16x2(unit * group_scale(slot, token, own_group()),
+                                             unit * group_scale(slot, token + 1, own_group()));
+#pragma unroll
+      for (int n = 0; n < T::kRowTiles; ++n) pt[n][half] = ptx::mul_f16x2(pt[n][half], scale);
     }
-#pragma unroll
-    for (int n = 0; n < T::kRowTiles; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float lo, hi;
-        ptx::unpack_f16x2(pt[n][half], lo, hi);
-        pt[n][half] = ptx::pack_f16x2(lo * s[2 * half], hi * s[2 * half + 1]);
-      }
   }
 
   // ---- results
@@ -612,7 +595,7 @@ class Attend {
   float reference_[T::kQkRowTiles][2];  // the rows' references, the same in all warps of a row group
   float sum_[T::kQkRowTiles][2];        // of this thread's own P
   float score_[T::kQkBlocks][T::kQkRowTiles][4];
-  float p_value_[T::kQkBlocks][T::kQkRowTiles][4];
+  float p_sum_[T::kQkRowTiles][2];  // the tile's share of sum_, until it is known to stand
   float out_[T::kDimBlocks][T::kRowTiles][4];
   int out_exponent_;
 };

@@ -20,35 +20,50 @@ MLA_DEVICE WorkItem load_item(const WorkItem* item) {
           static_cast<int32_t>(b.z), static_cast<int32_t>(b.w)};
 }
 
-template <class T, Format F, Dequant D>
+// The plan's tile may have more rows than T: then the CTAs of one x and all y share its items, T::kRows rows each, and a
+// partial slot of the plan is grid_size_y slots of T.
+template <class T>
+MLA_DEVICE void take_part(WorkItem& item) {
+  const int part = ptx::block_index_y();
+  item.row_begin += part * T::kRows;
+  item.rows -= part * T::kRows;
+  item.rows = item.rows < 0 ? 0 : item.rows < T::kRows ? item.rows : T::kRows;
+  if (item.partial >= 0) item.partial = item.partial * ptx::grid_size_y() + part;
+}
+
+// PlaceBits: widen by bit placement even where the hardware converts (SM80 and SM86 always do).
+template <class T, Format F, bool PlaceBits>
 MLA_KERNEL(T::kThreads, T::kCtasPerSm)
 attention_kernel(const Params p) {
+  constexpr Dequant D =
+      PlaceBits || !MLA_FP8KV_HAS_CVT_E4M3 ? Dequant::kPlaceBits : Dequant::kConvert;
   const CtaWork* work =
       reinterpret_cast<const CtaWork*>(p.plan + kCtaWorkOffset) + ptx::block_index();
   WorkItem item = load_item(&work->first);
   const ptx::U2 further = ptx::ld_const(reinterpret_cast<const ptx::U2*>(&work->more_begin));
-  const WorkItem* more = reinterpret_cast<const WorkItem*>(p.plan) + further.x;
-  int more_left = static_cast<int>(further.y);
+  int more = static_cast<int>(further.x);
+  const int more_end = more + static_cast<int>(further.y);
 
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   if (item.rows == 0) return;
+  if constexpr (T::kGroupScales) take_part<T>(item);
 
   const uint32_t shared = ptx::shared_base();
   Attend<T, F, D> attend(p, shared);
-  Loader<T> loader(p, item, more, more_left, shared);
+  Loader<T> loader(p, item, more, more_end, shared);
   attend.load_q(item);
 #pragma unroll
   for (int slot = 0; slot < T::kStages; ++slot) loader.issue(slot);
   if constexpr (T::kSharedLoads) ptx::cp_async_wait<T::kStages - 1>();
   attend.stage_q();
 
-  // Groups are closed by all threads in step: kStages before the loop, one in each round but the first.
-  int slot = 0, refill = T::kStages - 1, position = item.kv_begin;
-  for (int round = 0;; ++round) {
-    const int buffer = round & 1;
+  // Each thread closes kStages cp.async groups before the loop and one in every round but the first, one a tile.
+  bool first_round = true;
+  int slot = 0, buffer = 0, position = item.kv_begin;
+  while (true) {
     if constexpr (!T::kSharedLoads) {  // a warp multiplies the rows it fetched itself
-      if (round == 0) {
+      if (first_round) {
         ptx::cp_async_wait<T::kStages - 1>();
       } else {
         ptx::cp_async_wait<T::kStages - 2>();
@@ -62,7 +77,7 @@ attention_kernel(const Params p) {
     }
     const bool exceeds = attend.softmax(buffer);
     if constexpr (T::kSharedLoads) {  // the next tile, before the barrier that lets other warps read it
-      if (round == 0) {
+      if (first_round) {
         ptx::cp_async_wait<T::kStages - 2>();
       } else {
         ptx::cp_async_wait<T::kStages - 3>();
@@ -70,19 +85,19 @@ attention_kernel(const Params p) {
     }
     if (ptx::sync_block_or(exceeds)) attend.raise_reference(buffer);
     attend.add_sums();
-    if (round > 0) loader.issue(refill);  // into the slot whose tile everyone has finished
+    if (!first_round) loader.issue(slot == 0 ? T::kStages - 1 : slot - 1);  // everyone is done with it
     attend.output(slot, buffer);
 
+    first_round = false;
     slot = slot + 1 == T::kStages ? 0 : slot + 1;
-    refill = refill + 1 == T::kStages ? 0 : refill + 1;
+    buffer ^= 1;
     position += T::kTokens;
     if (position < item.kv_end) continue;
 
     attend.finish(item);
-    if (more_left == 0) break;
-    item = load_item(more);
-    ++more;
-    --more_left;
+    if (more == more_end) break;
+    item = load_item(reinterpret_cast<const WorkItem*>(p.plan) + more++);
+    if constexpr (T::kGroupScales) take_part<T>(item);
     position = item.kv_begin;
     attend.load_q(item);
     attend.stage_q();

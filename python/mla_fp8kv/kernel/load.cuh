@@ -25,10 +25,9 @@ MLA_DEVICE uint32_t chunk_offset(int row, int chunk) {
 template <class T>
 class Loader {
  public:
-  // `first` is the CTA's first work item, `more` its further ones.
-  MLA_DEVICE Loader(const Params& p, const WorkItem& first, const WorkItem* more, int more_count,
-                    uint32_t shared)
-      : p_(p), more_(more), more_left_(more_count), shared_(shared) {
+  // `first` is the CTA's first work item; items [more, more_end) of the plan are its further ones.
+  MLA_DEVICE Loader(const Params& p, const WorkItem& first, int more, int more_end, uint32_t shared)
+      : p_(p), more_(more), more_end_(more_end), shared_(shared) {
     warp_ = ptx::thread_index() >> 5;
     lane_ = ptx::thread_index() & 31;
     position_ = first.kv_begin;
@@ -65,8 +64,9 @@ class Loader {
   };
 
   MLA_DEVICE void fetch_following_item() {
-    if (more_left_ > 0) {
-      const ptx::U4 v = ptx::ld_const(reinterpret_cast<const ptx::U4*>(more_) + 1);
+    if (more_ < more_end_) {
+      const WorkItem* item = reinterpret_cast<const WorkItem*>(p_.plan) + more_;
+      const ptx::U4 v = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item) + 1);
       next_page_begin_ = static_cast<int32_t>(v.x);
       next_begin_ = static_cast<int32_t>(v.y);
       next_end_ = static_cast<int32_t>(v.z);
@@ -86,12 +86,11 @@ class Loader {
     ahead_.token = token - page * p_.page_size.value;
     ahead_.rows = end_ - first;
     position_ += T::kTokens;
-    if (position_ >= end_ && more_left_ > 0) {
+    if (position_ >= end_ && more_ < more_end_) {
       page_begin_ = next_page_begin_;
       position_ = next_begin_;
       end_ = next_end_;
       ++more_;
-      --more_left_;
       fetch_following_item();
     }
   }
@@ -140,8 +139,7 @@ class Loader {
   }
 
   const Params& p_;
-  const WorkItem* more_;
-  int more_left_;
+  int more_, more_end_;
   uint32_t shared_;
   int warp_, lane_;
   int position_, end_, page_begin_;

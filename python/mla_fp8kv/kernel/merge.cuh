@@ -13,6 +13,7 @@
 namespace mla_fp8kv {
 
 constexpr int kMergeThreads = 128;
+constexpr int kMergeCtasPerSm = 4;
 constexpr int kMergeDims = 8;  // per lane
 
 // Running merge of one lane's dims.
@@ -173,7 +174,7 @@ merge_kernel(const Params p) {
   const uint32_t shared = ptx::shared_base();
   // Many partials of few rows: narrow slices, so that enough blocks read them.
   if (header.max_count > 32) {
-    merge_rows<Rows, Fp32, 4, 4>(p, header, shared);
+    merge_rows<Rows, Fp32, 4, Fp32 ? 2 : 4>(p, header, shared);
   } else {
     merge_rows<Rows, Fp32, 16, 2>(p, header, shared);
   }

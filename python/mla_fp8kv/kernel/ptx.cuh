@@ -25,7 +25,9 @@ constexpr uint32_t kFullMask = 0xffffffffu;
 // ---- where am I
 MLA_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 MLA_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
+MLA_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }
 MLA_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
+MLA_DEVICE int grid_size_y() { return static_cast<int>(gridDim.y); }
 
 MLA_DEVICE uint32_t shared_base() {
   extern __shared__ __align__(128) uint8_t dynamic_shared[];
@@ -179,6 +181,11 @@ MLA_DEVICE void unpack_f16x2(uint32_t v, float& lo, float& hi) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
       : "=f"(lo), "=f"(hi)
       : "r"(v));
+}
+MLA_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
 }
 MLA_DEVICE float as_float(uint32_t v) { return __uint_as_float(v); }
 MLA_DEVICE uint32_t as_bits(float v) { return __float_as_uint(v); }

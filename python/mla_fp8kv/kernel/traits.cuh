@@ -79,6 +79,7 @@ struct Tile {
                 "Q fragments of two row tiles are fetched at once");
   static_assert(kLoadRows == 8 || kLoadRows == 16, "a warp loads 8 or 16 rows of a tile");
   static_assert(Stages >= (kSharedLoads ? 3 : 2), "the ring must hold a tile in use and one in flight");
+  static_assert(QkBlocks <= 2, "QK takes one or two blocks of 16 tokens a warp");
   static_assert(Warps % kRowTiles == 0 && kQkSteps % kWarpsPerRowTile == 0,
                 "each warp stages a whole share of one row tile of Q");
   static_assert(!GroupScales || kScaleGroupDims % kWarpDims == 0,
@@ -86,19 +87,22 @@ struct Tile {
 };
 
 // The shipped tiles, fewest rows first. 64 rows need the 227 KB of SM90 and SM100; the others fit every GPU, 99 KB parts
-// included.
-template <int KpeDim, bool GroupScales = false>
+// included. With group scales, sums of one group and of all groups do not both fit the registers beside 32 or 64 rows of
+// output: there, CTAs of 16 rows share the items (see attention_kernel).
+template <int KpeDim>
 struct Tiles {
-  using Rows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim, GroupScales>;
-  using Rows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim, GroupScales>;
-  using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim, GroupScales>;
-  using Rows64 = Tile<64, 8, 64, 3, 2, 1, KpeDim, GroupScales>;
+  using Rows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim>;
+  using Rows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim>;
+  using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim>;
+  using Rows64 = Tile<64, 8, 64, 3, 2, 1, KpeDim>;
+  using ScaledRows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim, true>;
+  using ScaledRows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim, true>;
 };
 
 constexpr int kNumTiles = 4;
 constexpr int kSmallestSharedLimit = 101376;  // per block, opt-in: SM86, SM89, SM120, SM121
-static_assert(Tiles<64, true>::Rows8::kSharedBytes <= kSmallestSharedLimit, "8 rows must fit");
-static_assert(Tiles<64, true>::Rows16::kSharedBytes <= kSmallestSharedLimit, "16 rows must fit");
-static_assert(Tiles<64, true>::Rows32::kSharedBytes <= kSmallestSharedLimit, "32 rows must fit");
+static_assert(Tiles<64>::ScaledRows8::kSharedBytes <= kSmallestSharedLimit, "8 rows must fit");
+static_assert(Tiles<64>::ScaledRows16::kSharedBytes <= kSmallestSharedLimit, "16 rows must fit");
+static_assert(Tiles<64>::Rows32::kSharedBytes <= kSmallestSharedLimit, "32 rows must fit");
 
 }  // namespace mla_fp8kv

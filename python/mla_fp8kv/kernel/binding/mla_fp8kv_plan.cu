@@ -1,0 +1,111 @@
+/*
+ * plan() of the module: device facts and tensors in, plan.h's work list into the pinned workspace.
+ *
+ * Same signature as the MLA modules FlashInfer generates; SGLang calls it itself before each replay of a CUDA graph.
+ */
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/function.h>
+
+#include "../plan_registry.h"
+#include "module.h"
+
+namespace mla_fp8kv {
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::TensorView;
+using tvm::ffi::Tuple;
+
+int64_t bytes_of(const TensorView& t) { return t.numel() * t.dtype().bits / 8; }
+
+const int32_t* host_int32(const TensorView& t, const char* name, int64_t least) {
+  if (t.device().device_type != kDLCPU && t.device().device_type != kDLCUDAHost) {
+    TVM_FFI_THROW(ValueError) << name << " must be a CPU tensor.";
+  }
+  if (t.dtype().code != kDLInt || t.dtype().bits != 32 || t.ndim() != 1 || t.stride(0) != 1) {
+    TVM_FFI_THROW(ValueError) << name << " must be a contiguous int32 vector.";
+  }
+  if (t.numel() < least) {
+    TVM_FFI_THROW(ValueError) << name << " must have at least " << least << " entries, got "
+                              << t.numel() << ".";
+  }
+  return static_cast<const int32_t*>(t.data_ptr());
+}
+
+Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_workspace,
+                                    TensorView pinned_workspace, TensorView qo_indptr,
+                                    TensorView kv_indptr, TensorView kv_len, int64_t num_heads,
+                                    int64_t head_dim_o, bool causal) {
+  if (head_dim_o != kCkvDim) {
+    TVM_FFI_THROW(ValueError) << "head_dim_ckv must be " << kCkvDim << ", got " << head_dim_o << ".";
+  }
+  const int64_t batch = kv_len.numel();
+  const PlanInput in{host_int32(qo_indptr, "qo_indptr", batch + 1),
+                     host_int32(kv_indptr, "kv_indptr", batch + 1),
+                     host_int32(kv_len, "kv_len_arr", batch),
+                     static_cast<int32_t>(batch),
+                     static_cast<int32_t>(num_heads),
+                     causal};
+
+  // The variants that fit, fewest rows first.
+  const DeviceFacts device = device_facts(float_workspace.device().device_id);
+  int32_t limit = device.shared_per_block;
+  if (const int32_t forced = environment_number("MLA_FP8KV_SMEM_LIMIT")) {
+    limit = std::min(limit, forced);
+  }
+  const int32_t forced_ctas = environment_number("MLA_FP8KV_CTAS_PER_SM");
+  const int32_t forced_rows = environment_number("MLA_FP8KV_TILE_ROWS");
+  TileShape shapes[kNumTiles];
+  int32_t num_tiles = 0;
+  for (; num_tiles < kNumTiles; ++num_tiles) {
+    const Variant& v = kVariants[num_tiles];
+    if (v.shared_bytes > limit) break;
+    constexpr int32_t kReservedByCuda = 1024;  // of an SM's shared memory, for each resident CTA
+    int32_t ctas = std::min(v.ctas_per_sm, device.shared_per_sm / (v.shared_bytes + kReservedByCuda));
+    if (forced_ctas > 0) ctas = std::min(ctas, forced_ctas);
+    shapes[num_tiles] = make_tile_shape(v.rows, v.tokens, std::max(ctas, 1));
+  }
+  if (num_tiles == 0) {
+    TVM_FFI_THROW(ValueError) << "FP8 MLA needs " << kVariants[0].shared_bytes
+                              << " bytes of shared memory per block, this GPU (or "
+                                 "MLA_FP8KV_SMEM_LIMIT) allows "
+                              << limit << ".";
+  }
+
+  int32_t tile = plan_registry().kept(int_workspace.data_ptr());
+  if (tile < 0 || tile >= num_tiles) {
+    tile = -1;
+    for (int32_t i = 0; i < num_tiles; ++i) {
+      if (shapes[i].rows == forced_rows) tile = i;
+    }
+    PlanResult ignored;
+    if (tile < 0) {
+      // choose_tile trusts its input, so look at it first.
+      const PlanStatus status = plan_detail::check_input(in, ignored);
+      if (status != PlanStatus::kOk) TVM_FFI_THROW(ValueError) << plan_error(status, ignored);
+      tile = choose_tile(in, shapes, num_tiles);
+    }
+  }
+  const TileShape& shape = shapes[tile];
+  const int32_t grid = grid_size(shape, device.num_sms);
+  const int64_t slot_capacity = bytes_of(float_workspace) / partial_bytes(1, shape.rows);
+  const int64_t capacity = std::min(bytes_of(int_workspace), bytes_of(pinned_workspace));
+  PlanResult result;
+  const PlanStatus status = make_plan(in, shape, grid, slot_capacity, pinned_workspace.data_ptr(),
+                                      capacity, result);
+  if (status == PlanStatus::kFloatCapacity) {
+    TVM_FFI_THROW(ValueError) << "float_workspace_buffer must have at least "
+                              << partial_bytes(max_slots(grid), shape.rows)
+                              << " bytes for this plan, got " << bytes_of(float_workspace) << ".";
+  }
+  if (status != PlanStatus::kOk) TVM_FFI_THROW(ValueError) << plan_error(status, result);
+  const Array<int64_t> info{kPlanVersion, tile, grid, result.num_merge_items, num_heads};
+  return Tuple<Array<int64_t>, int64_t>(info, result.staged_bytes);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, plan);
+
+}  // namespace
+}  // namespace mla_fp8kv

@@ -1,0 +1,223 @@
+/*
+ * run() of the module: tensors to Params, one launch of the attention kernel and one of the merge.
+ *
+ * Same signature as the MLA modules FlashInfer generates. What a caller can get wrong is worded in Python
+ * (mla_fp8kv/checks.py); the checks here are the ones that keep a launch from reading or writing astray.
+ */
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include <atomic>
+#include <cmath>
+
+#include "../kernel.cuh"
+#include "../merge.cuh"
+#include "../plan_registry.h"
+#include "module.h"
+
+namespace mla_fp8kv {
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+// Each architecture compiles one conversion: the hardware's from SM89 on, unless the module was built to place bits.
+#if MLA_FP8KV_DEQUANT_BITS
+constexpr bool kAlwaysPlaceBits = true;
+#else
+constexpr bool kAlwaysPlaceBits = false;
+#endif
+
+struct Launch {
+  int device;
+  DeviceFacts facts;
+  cudaStream_t stream;
+  int grid;
+  bool merge;
+};
+
+template <class Kernel>
+void launch(Kernel kernel, dim3 grid, int threads, int shared, const Params& params,
+            const Launch& how) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = how.stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = how.facts.compute_major >= 9 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launch of the FP8 MLA kernel");
+}
+
+// Kernels that need more than 48 KB of shared memory must ask for it once on each device.
+template <auto kKernel>
+void allow_shared(int device, int bytes) {
+  static std::atomic<uint64_t> allowed{0};
+  const uint64_t bit = uint64_t{1} << (device & 63);
+  if (device < 64 && (allowed.load(std::memory_order_relaxed) & bit)) return;
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "cudaFuncSetAttribute");
+  allowed.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// T computes items of `PlanRows` rows, in parts if it has fewer itself.
+template <class T, int PlanRows = T::kRows>
+void launch_tile(const Params& params, const Launch& how) {
+  static_assert(PlanRows % T::kRows == 0, "parts of an item have equal rows");
+  constexpr auto kernel = attention_kernel<T, kFormat, kAlwaysPlaceBits>;
+  allow_shared<kernel>(how.device, T::kSharedBytes);
+  launch(kernel, dim3(how.grid, PlanRows / T::kRows), T::kThreads, T::kSharedBytes, params, how);
+  if (how.merge) {
+    launch(merge_kernel<PlanRows, T::kGroupScales>, dim3(kMergeCtasPerSm * how.facts.num_sms),
+           kMergeThreads, kMergeSharedBytes, params, how);
+  }
+}
+
+void launch_variant(int64_t tile, const Params& params, const Launch& how) {
+  using T = Tiles<kKpeDim>;
+  const bool scaled = params.group_scales != nullptr;
+  switch (tile) {
+    case 0:
+      return scaled ? launch_tile<T::ScaledRows8>(params, how) : launch_tile<T::Rows8>(params, how);
+    case 1:
+      return scaled ? launch_tile<T::ScaledRows16>(params, how)
+                    : launch_tile<T::Rows16>(params, how);
+    case 2:
+      return scaled ? launch_tile<T::ScaledRows16, 32>(params, how)
+                    : launch_tile<T::Rows32>(params, how);
+    default:
+      return scaled ? launch_tile<T::ScaledRows16, 64>(params, how)
+                    : launch_tile<T::Rows64>(params, how);
+  }
+}
+
+// A stride in units of 16 bytes.
+uint32_t chunk_stride(const TensorView& t, int dim, const char* name) {
+  const int64_t stride = t.stride(dim);
+  if (t.size(dim) <= 1) return 0;
+  if (stride < 0 || stride % kChunkBytes != 0) {
+    TVM_FFI_THROW(ValueError) << name << " must have strides that are multiples of " << kChunkBytes
+                              << " bytes, got " << stride << " in dimension " << dim << ".";
+  }
+  const int64_t span = stride * (t.size(dim) - 1) / kChunkBytes;
+  if (span > 0x7fffffff) {
+    TVM_FFI_THROW(ValueError) << name << " must span less than 32 GiB in each dimension, got "
+                              << span * kChunkBytes << " bytes in dimension " << dim << ".";
+  }
+  return static_cast<uint32_t>(stride / kChunkBytes);
+}
+
+void check_pointer(const TensorView& t, const char* name) {
+  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % kChunkBytes != 0) {
+    TVM_FFI_THROW(ValueError) << name << " must start at a multiple of " << kChunkBytes
+                              << " bytes.";
+  }
+}
+
+void check_rows(const TensorView& t, const char* name, int64_t dim, int64_t heads) {
+  if (t.ndim() != 3 || t.size(1) != heads || t.size(2) != dim) {
+    TVM_FFI_THROW(ValueError) << name << " must have shape [tokens, " << heads << ", " << dim
+                              << "].";
+  }
+  if (dim > 0 && t.numel() > 0 &&
+      (t.stride(2) != 1 || t.stride(0) % 8 != 0 || t.stride(1) % 8 != 0)) {
+    TVM_FFI_THROW(ValueError) << name
+                              << " must be contiguous in its last dimension with strides that are "
+                                 "multiples of 8 elements.";
+  }
+}
+
+void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan_info,
+         TensorView q_nope, TensorView q_pe, TensorView ckv, TensorView kpe, TensorView kv_indices,
+         TensorView out, Optional<TensorView> maybe_lse, int64_t /*mask mode: in the work list*/,
+         int64_t num_heads, int64_t page_size, double sm_scale, bool lse_base_e, double ckv_scale,
+         double kpe_scale, Optional<TensorView> group_scales) {
+  if (plan_info.size() != kInfoCount || plan_info[kInfoVersion] != kPlanVersion) {
+    TVM_FFI_THROW(ValueError) << "plan_info must come from plan() of the same module.";
+  }
+  if (num_heads != plan_info[kInfoNumHeads]) {
+    TVM_FFI_THROW(ValueError) << "the query must have the " << plan_info[kInfoNumHeads]
+                              << " heads of the plan, got " << num_heads << ".";
+  }
+  const DLDataType q_type = q_nope.dtype();
+  const bool bf16 = q_type.code == kDLBfloat;
+  if (q_type.bits != 16 || (!bf16 && q_type.code != kDLFloat)) {
+    TVM_FFI_THROW(ValueError) << "the query must be bfloat16 or float16.";
+  }
+  check_rows(q_nope, "q_nope", kCkvDim, num_heads);
+  check_rows(q_pe, "q_pe", kKpeDim, num_heads);
+  check_rows(out, "out", kCkvDim, num_heads);
+  check_pointer(q_nope, "q_nope");
+  check_pointer(q_pe, "q_pe");
+  check_pointer(out, "out");
+  check_pointer(ckv, "ckv_cache");
+  check_pointer(kpe, "kpe_cache");
+
+  const int device = q_nope.device().device_id;
+  const tvm::ffi::CUDADeviceGuard guard(device);
+  const auto stream =
+      static_cast<cudaStream_t>(TVMFFIEnvGetStream(q_nope.device().device_type, device));
+  const int64_t tile = plan_info[kInfoTile];
+  const int grid = static_cast<int>(plan_info[kInfoGrid]);
+  const int32_t rows = kVariants[tile].rows;
+  const int64_t slots = max_slots(grid);
+  if (float_workspace.numel() * float_workspace.dtype().bits / 8 < partial_bytes(slots, rows)) {
+    TVM_FFI_THROW(ValueError) << "float_workspace_buffer is smaller than at plan time.";
+  }
+
+  Params p = {};
+  p.ckv = static_cast<const uint8_t*>(ckv.data_ptr());
+  p.kpe = static_cast<const uint8_t*>(kpe.data_ptr());
+  p.ckv_page_stride = chunk_stride(ckv, 0, "ckv_cache");
+  p.ckv_token_stride = chunk_stride(ckv, 1, "ckv_cache");
+  if (kKpeDim > 0) {
+    p.kpe_page_stride = chunk_stride(kpe, 0, "kpe_cache");
+    p.kpe_token_stride = chunk_stride(kpe, 1, "kpe_cache");
+  }
+  p.kv_indices = static_cast<const int32_t*>(kv_indices.data_ptr());
+  p.q_nope = static_cast<const uint16_t*>(q_nope.data_ptr());
+  p.q_pe = static_cast<const uint16_t*>(q_pe.data_ptr());
+  p.out = static_cast<uint16_t*>(out.data_ptr());
+  p.q_nope_token_stride = q_nope.stride(0);
+  p.q_nope_head_stride = q_nope.stride(1);
+  p.q_pe_token_stride = q_pe.stride(0);
+  p.q_pe_head_stride = q_pe.stride(1);
+  p.out_token_stride = out.stride(0);
+  p.out_head_stride = out.stride(1);
+  if (maybe_lse.has_value()) p.lse = static_cast<float*>(maybe_lse.value().data_ptr());
+  p.partial_out = float_workspace.data_ptr();
+  p.partial_stat = reinterpret_cast<float*>(static_cast<char*>(float_workspace.data_ptr()) +
+                                            partial_stat_offset(slots, rows));
+  p.plan = static_cast<const uint8_t*>(int_workspace.data_ptr());
+  p.heads = Divisor::of(static_cast<uint32_t>(num_heads));
+  p.page_size = Divisor::of(static_cast<uint32_t>(page_size));
+  p.score_scale = static_cast<float>(sm_scale * M_LOG2E * ckv_scale);
+  p.pe_ratio = static_cast<float>(kpe_scale / ckv_scale);
+  p.out_scale = static_cast<float>(ckv_scale);
+  p.lse_scale = lse_base_e ? static_cast<float>(M_LN2) : 1.f;
+  p.q_is_bf16 = bf16;
+
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  const bool captured = capture != cudaStreamCaptureStatusNone;
+  if (captured) plan_registry().keep(int_workspace.data_ptr(), static_cast<int32_t>(tile));
+  // A replay may split what this plan did not: captured launches always have their merge.
+  const bool merge = captured || plan_info[kInfoMergeItems] > 0;
+  if (group_scales.has_value()) {
+    p.group_scales = static_cast<const float*>(group_scales.value().data_ptr());
+  }
+  launch_variant(tile, p, {device, device_facts(device), stream, grid, merge});
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run);
+
+}  // namespace
+}  // namespace mla_fp8kv
