@@ -32,14 +32,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def print_tables(result: dict) -> None:
-    print(
-        f"\n{result['machine']['gpu']}, copy {result['copy_gbps']:.0f} GB/s, run {result['run_id']}"
-    )
-    print(f"\n{results.text_table(result)}\n\n{results.variants_table(result)}\n")
-    for line in results.verdicts(result) + results.feeding(result) + results.host_lines(result):
+    """The run for a reader of the terminal; what was missed comes last."""
+    gpu, copy = result["machine"]["gpu"], result["copy_gbps"]
+    print(f"\n{gpu}, copy {copy:.0f} GB/s, run {result['run_id']}")
+    print(f"\n{results.variants_table(result)}\n\n{results.text_table(result)}\n")
+    for line in results.feeding(result) + results.host_lines(result):
         print(line)
     for what, reason in results.not_measured(result).items():
         print(f"not measured: {what}: {reason}")
+    verdicts = results.verdicts(result)
+    missed = [line for line in verdicts if "MISSED" in line]
+    print("\n".join([*missed, f"{len(verdicts) - len(missed)} of {len(verdicts)} bounds met"]))
 
 
 def without_out(argv: list[str]) -> list[str]:

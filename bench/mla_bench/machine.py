@@ -52,7 +52,7 @@ def _nvidia_smi(*fields: str, meanwhile=lambda: time.sleep(0.01)) -> dict[str, s
         while process.poll() is None:
             meanwhile()
         values = process.stdout.read().strip().split(", ")
-    return dict(zip(fields, values)) if process.returncode == 0 else {}
+    return dict(zip(fields, values, strict=True)) if process.returncode == 0 else {}
 
 
 def clocks_under_load() -> dict[str, str]:

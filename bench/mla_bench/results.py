@@ -185,7 +185,10 @@ def text_table(result: dict, variant: str = NATIVE) -> str:
     """One line a row: ours in a variant, and each baseline's us with its ratio to ours."""
     head, body = _cells(result, variant)
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = [[cell.rjust(width) for cell, width in zip(line, widths)] for line in [head, *body]]
+    lines = [
+        [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in [head, *body]
+    ]
     return "\n".join("  ".join(line) for line in lines)
 
 
