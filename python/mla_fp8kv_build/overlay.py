@@ -30,6 +30,9 @@ def package_files() -> dict[str, bytes]:
         f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}": path
         for path in files.source_files(PACKAGE)
     }
+    # What `python -m mla_fp8kv sglang-patch` applies.
+    for path in sorted((ROOT / "patches" / "sglang").glob("*/*.patch")):
+        paths[f"{PACKAGE.name}/{path.relative_to(ROOT).as_posix()}"] = path
     paths[f"{PACKAGE.name}/LICENSE"] = ROOT / "LICENSE"
     paths[f"{PACKAGE.name}/NOTICE"] = ROOT / "NOTICE"
     return {name: path.read_bytes() for name, path in sorted(paths.items())}
