@@ -88,6 +88,15 @@ class PlanResult(ctypes.Structure):
     ]
 
 
+class PlanOwner(ctypes.Structure):
+    _fields_ = [
+        ("int_workspace", ctypes.c_void_p),
+        ("float_workspace", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int64),
+        ("causal", ctypes.c_bool),
+    ]
+
+
 @dataclasses.dataclass
 class Problem:
     """One call of plan(): lengths per request, packed into indptrs."""
@@ -160,8 +169,6 @@ class Planner:
         self.library = library
         self.lib = ctypes.CDLL(str(library))
         self.lib.shim_max_slots.restype = ctypes.c_int64
-        self.lib.shim_keep.argtypes = [ctypes.c_void_p, ctypes.c_int32]
-        self.lib.shim_kept.argtypes = [ctypes.c_void_p]
 
     def tile(self, rows, tokens=64, ctas_per_sm=2) -> TileShape:
         shape = TileShape()
@@ -173,6 +180,12 @@ class Planner:
         pointers = [a.ctypes.data for a in arrays]
         data = PlanInput(*pointers, len(arrays[2]), problem.num_heads, problem.causal)
         return data, arrays  # the caller keeps the arrays alive
+
+    def keep(self, owner: PlanOwner, tile: int) -> None:
+        self.lib.shim_keep(ctypes.byref(owner), tile)
+
+    def kept(self, owner: PlanOwner) -> int:
+        return self.lib.shim_kept(ctypes.byref(owner))
 
     def choose(self, problem, tiles) -> int:
         data, _keep = self.input(problem)

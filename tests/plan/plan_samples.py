@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from plan_checker import Planner, Problem, check_coverage_by_hand, check_plan
+from plan_checker import MAX_KV_LEN, Planner, Problem, check_coverage_by_hand, check_plan
 
 
 def sample_problem(rng: np.random.Generator, small: bool = False) -> Problem:
     """A problem from the distributions that serving and its accidents produce."""
     batch = int(rng.integers(0, 5 if small else rng.choice([4, 40, 301])))
     longest = 300 if small else int(rng.choice([64, 500, 4096, 20000]))
-    kind = rng.integers(0, 5)
+    kind = rng.integers(0, 5 if small else 6)
     if kind == 0:
         kv = rng.integers(0, longest + 1, batch)
     elif kind == 1:
@@ -29,10 +29,12 @@ def sample_problem(rng: np.random.Generator, small: bool = False) -> Problem:
             kv[rng.integers(0, batch)] = longest
     elif kind == 3:  # mostly idle
         kv = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.2)
-    else:  # on tile edges
+    elif kind == 4:  # on tile edges
         kv = np.maximum(
             0, rng.integers(0, longest // 64 + 2, batch) * 64 + rng.integers(-1, 2, batch)
         )
+    else:  # as long as kv_indptr can hold
+        kv = rng.integers(0, min(MAX_KV_LEN, 2 * MAX_KV_LEN // max(1, batch)) + 1, batch)
     longest_q = int(rng.choice([1, 4, 9] if small else [1, 1, 4, 8, 300 if batch < 40 else 4]))
     qo = rng.integers(0, longest_q + 1, batch) if rng.random() < 0.5 else np.full(batch, longest_q)
     return Problem(

@@ -31,8 +31,8 @@ void shim_make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, Til
 int64_t shim_max_slots(int32_t grid) { return max_slots(grid); }
 int32_t shim_grid_size(const TileShape* tile, int32_t num_sms) { return grid_size(*tile, num_sms); }
 
-void shim_keep(const void* workspace, int32_t tile) { plan_registry().keep(workspace, tile); }
-int32_t shim_kept(const void* workspace) { return plan_registry().kept(workspace); }
+void shim_keep(const PlanOwner* owner, int32_t tile) { plan_registry().keep(*owner, tile); }
+int32_t shim_kept(const PlanOwner* owner) { return plan_registry().kept(*owner); }
 
 // sizeof and the offset of each member, in the order of the structs in params.h.
 int32_t shim_layout(int32_t* out) {

@@ -1,9 +1,10 @@
 """Which kernel variant a plan takes, and that a captured one stays."""
 
+import ctypes
 import threading
 
 import pytest
-from plan_checker import Problem
+from plan_checker import PlanOwner, Problem
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,6 @@ def test_nothing_to_do_takes_the_first(planner, tiles):
 
 
 def test_grid_is_what_the_device_holds(planner, tiles):
-    import ctypes
-
     assert [planner.lib.shim_grid_size(ctypes.byref(tile), 132) for tile in tiles] == [
         264,
         264,
@@ -63,26 +62,37 @@ def test_grid_is_what_the_device_holds(planner, tiles):
 
 
 def test_first_captured_variant_stays(planner):
-    keep, kept = planner.lib.shim_keep, planner.lib.shim_kept
-    assert kept(0x1000) == -1
-    keep(0x1000, 3)
-    keep(0x1000, 1)
-    keep(0x2000, 0)
-    assert (kept(0x1000), kept(0x2000), kept(0x3000)) == (3, 0, -1)
+    owner = PlanOwner(0x1000, 0x2000, 16, False)
+    assert planner.kept(owner) == -1
+    planner.keep(owner, 3)
+    planner.keep(owner, 1)
+    assert planner.kept(PlanOwner(0x1000, 0x2000, 16, False)) == 3
+
+
+def test_plans_for_another_launch_are_free(planner):
+    planner.keep(PlanOwner(0x3000, 0x4000, 16, False), 2)
+    for other in [
+        (0x3001, 0x4000, 16, False),
+        (0x3000, 0x4001, 16, False),
+        (0x3000, 0x4000, 8, False),
+        (0x3000, 0x4000, 16, True),
+    ]:
+        assert planner.kept(PlanOwner(*other)) == -1
 
 
 def test_registry_from_many_threads(planner):
     """ctypes releases the interpreter lock, so the calls really meet."""
     start = threading.Barrier(4)
+    owners = [PlanOwner(0x100000 + 64 * i, 0, 8, False) for i in range(2000)]
 
     def work(thread):
         start.wait()
-        for i in range(3000):
-            planner.lib.shim_keep(0x100000 + 64 * i, thread)
+        for owner in owners:
+            planner.keep(owner, thread)
 
     threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(0 <= planner.lib.shim_kept(0x100000 + 64 * i) < 4 for i in range(3000))
+    assert all(0 <= planner.kept(owner) < 4 for owner in owners)

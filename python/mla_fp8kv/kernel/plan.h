@@ -324,7 +324,8 @@ inline PlanStatus check_input(const PlanInput& in, PlanResult& result) {
 }  // namespace plan_detail
 
 // The variant with the least work for these requests: an index into `tiles`, which are sorted by
-// rows; of equals the one with fewer rows. Any variant can run any input.
+// rows; of equals the one with fewer rows. Any variant can run any input, and what is no valid
+// input is for make_plan to refuse.
 inline int32_t choose_tile(const PlanInput& in, const TileShape* tiles, int32_t num_tiles) {
   // A CUDA graph keeps the tile of its capture, and frameworks capture with kv_len 1 what they
   // replay with thousands of tokens: short requests must not be what decides.
@@ -361,7 +362,8 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
                             PlanResult& result) {
   using namespace plan_detail;
   result = {};
-  if (grid <= 0 || tile.rows <= 0 || tile.tokens <= 0 || !(tile.tile_cost > 0)) {
+  if (grid <= 0 || tile.rows <= 0 || tile.tokens <= 0 || !(tile.tile_cost > 0) ||
+      !(tile.item_cost >= 0)) {
     return fail(PlanStatus::kBadLaunch, -1, 1, grid, result);
   }
   const PlanStatus status = check_input(in, result);

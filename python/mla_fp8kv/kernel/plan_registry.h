@@ -1,36 +1,52 @@
 /*
- * Which kernel variant the plans of an integer workspace must keep.
+ * Which kernel variant later plans must keep.
  *
- * A CUDA graph replays the variant and grid of its capture, while the framework keeps planning into
- * the same integer workspace before each replay. So the first captured launch fixes the variant of
- * its workspace: run() reports it (keep), plan() asks before it chooses (kept).
+ * A CUDA graph replays the variant and grid of its capture, while the framework plans into the same
+ * workspaces before each replay. So the first captured launch fixes the variant of every later plan
+ * that may be for it: run() reports it (keep), plan() asks before it chooses (kept).
  */
 #pragma once
 #include <cstdint>
+#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <tuple>
 
 namespace mla_fp8kv {
 
+// What a captured launch has baked in and plan() also gets: plans that differ in any of these are
+// not for that launch. The rest of what plan() gets may change between replays.
+struct PlanOwner {
+  const void* int_workspace;
+  const void* float_workspace;
+  int64_t num_heads;
+  bool causal;
+
+  bool operator<(const PlanOwner& other) const {
+    return std::tie(int_workspace, float_workspace, num_heads, causal) <
+           std::tie(other.int_workspace, other.float_workspace, other.num_heads, other.causal);
+  }
+};
+
 class PlanRegistry {
  public:
-  // The first variant stays. An address is never forgotten: a workspace that later gets the address
-  // of a freed one inherits its variant, which may be slower but gives the same answer.
-  void keep(const void* int_workspace, int32_t tile) {
+  // The first variant stays. Nothing tells when a graph is gone, so nothing is forgotten:
+  // workspaces at the addresses of freed ones inherit the variant, which may be slower but gives
+  // the right answer.
+  void keep(const PlanOwner& owner, int32_t tile) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    tiles_.emplace(int_workspace, tile);
+    tiles_.emplace(owner, tile);
   }
 
-  // -1: no launch of this workspace was captured, any variant will do.
-  int32_t kept(const void* int_workspace) const {
+  // -1: no launch of this owner was captured, any variant will do.
+  int32_t kept(const PlanOwner& owner) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = tiles_.find(int_workspace);
+    const auto found = tiles_.find(owner);
     return found == tiles_.end() ? -1 : found->second;
   }
 
  private:
   mutable std::mutex mutex_;
-  std::unordered_map<const void*, int32_t> tiles_;
+  std::map<PlanOwner, int32_t> tiles_;
 };
 
 // One for the module: plan and run are separate translation units of it.

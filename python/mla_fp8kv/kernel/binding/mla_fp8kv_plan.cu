@@ -74,7 +74,8 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
                               << limit << ".";
   }
 
-  int32_t tile = plan_registry().kept(int_workspace.data_ptr());
+  int32_t tile = plan_registry().kept(
+      {int_workspace.data_ptr(), float_workspace.data_ptr(), num_heads, causal});
   if (tile < 0 || tile >= num_tiles) {
     tile = -1;
     for (int32_t i = 0; i < num_tiles; ++i) {

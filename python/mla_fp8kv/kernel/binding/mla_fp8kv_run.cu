@@ -137,7 +137,7 @@ void check_rows(const TensorView& t, const char* name, int64_t dim, int64_t head
 
 void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan_info,
          TensorView q_nope, TensorView q_pe, TensorView ckv, TensorView kpe, TensorView kv_indices,
-         TensorView out, Optional<TensorView> maybe_lse, int64_t /*mask mode: in the work list*/,
+         TensorView out, Optional<TensorView> maybe_lse, int64_t mask_mode,
          int64_t num_heads, int64_t page_size, double sm_scale, bool lse_base_e, double ckv_scale,
          double kpe_scale, Optional<TensorView> group_scales) {
   if (plan_info.size() != kInfoCount || plan_info[kInfoVersion] != kPlanVersion) {
@@ -208,7 +208,12 @@ void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> pl
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  if (captured) plan_registry().keep(int_workspace.data_ptr(), static_cast<int32_t>(tile));
+  if (captured) {
+    const bool causal = mask_mode == 1;  // who sees what is in the work list
+    plan_registry().keep(
+        {int_workspace.data_ptr(), float_workspace.data_ptr(), num_heads, causal},
+        static_cast<int32_t>(tile));
+  }
   // A replay may split what this plan did not: captured launches always have their merge.
   const bool merge = captured || plan_info[kInfoMergeItems] > 0;
   if (group_scales.has_value()) {
