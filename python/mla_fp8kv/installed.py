@@ -1,6 +1,5 @@
-"""Facts about installed packages that need no import of them: versions, places, our hook in FlashInfer."""
+"""Facts about installed packages, found without importing them."""
 
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 from pathlib import Path

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Last, so that an installed wheel is what is tested; the tests of text alone do without one.
+sys.path.append(str(Path(__file__).parents[2] / "python"))
 
 GROUP = "sglang.srt.plugins"
 SLOTS = 4096

@@ -129,7 +129,9 @@ class CpuMlaWrapper:
         ):
             if tensor.dtype != planned:
                 raise ValueError(f"{name} must be {planned} as planned, got {tensor.dtype}.")
-        self.runs.append(SimpleNamespace(kv=ckv_cache.dtype, lse=return_lse, ptr=ckv_cache.data_ptr()))
+        self.runs.append(
+            SimpleNamespace(kv=ckv_cache.dtype, lse=return_lse, ptr=ckv_cache.data_ptr())
+        )
         out = torch.empty_like(q_nope) if out is None else out
         lse = torch.full(q_nope.shape[:2], -math.inf)
         qo_indptr, kv_indptr, kv_len = self._host
@@ -141,7 +143,9 @@ class CpuMlaWrapper:
             scores = torch.einsum("thd,sd->ths", q, torch.cat([ckv, kpe], dim=-1)) * self._sm_scale
             if self._causal:
                 tokens = q.shape[0]
-                visible = torch.arange(length)[None] <= torch.arange(tokens)[:, None] + length - tokens
+                visible = (
+                    torch.arange(length)[None] <= torch.arange(tokens)[:, None] + length - tokens
+                )
                 scores = scores.masked_fill(~visible[:, None], -math.inf)
             out[rows] = torch.einsum("ths,sd->thd", scores.softmax(-1), ckv).to(out.dtype)
             lse[rows] = scores.logsumexp(-1) / math.log(2)
@@ -172,7 +176,9 @@ class Translator:
     def pack_read_stream(self, plan, *, req_pool_indices, seq_lens, indptr, out):
         packed = [
             self._table[row, :length]
-            for row, length in zip(req_pool_indices.tolist(), seq_lens.tolist())
+            for row, length in zip(
+                req_pool_indices[: len(seq_lens)].tolist(), seq_lens.tolist(), strict=True
+            )
         ]
         packed = torch.cat(packed) if packed else out[:0]
         out[: len(packed)] = packed
@@ -182,7 +188,7 @@ class Translator:
 def model_runner(
     pool, *, heads=8, requests=4, context=512, dtype=torch.bfloat16, device="cpu", seed=2
 ):
-    """What the backend reads of a ModelRunner; every request has `context` random, disjoint slots."""
+    """What the backend reads of a ModelRunner; requests have `context` random slots each."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(pool.size, generator=generator)[: requests * context] + 1  # 0 is padding
     table = slots.reshape(requests, -1).to(torch.int32).to(device)

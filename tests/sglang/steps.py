@@ -28,7 +28,7 @@ def decode(backend, seq_lens=(5, 300, 17), layer_id=0, dtype=torch.bfloat16):
 
 def extend(backend, prefix_lens=(3, 200), new=(4, 9), layer_id=0, dtype=torch.bfloat16):
     """Chunked prefill behind a cached prefix: the paged wrapper."""
-    seq_lens = [prefix + tokens for prefix, tokens in zip(prefix_lens, new)]
+    seq_lens = [prefix + tokens for prefix, tokens in zip(prefix_lens, new, strict=True)]
     batch = stand_in.batch(ForwardMode.EXTEND, seq_lens, prefix_lens=list(prefix_lens))
     backend.init_forward_metadata(batch)
     return _run(backend.forward_extend, sum(new), batch, layer_id, dtype)
