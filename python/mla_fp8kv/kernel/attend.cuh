@@ -160,22 +160,17 @@ class Attend {
           Widen<F, D>::k_word(word[i], k[b][i >> 1][i & 1], k[b][i >> 1][(i & 1) + 2]);
         }
       }
+      uint32_t q[2][T::kQkRowTiles][2];
+      load_q_fragments(pair, q);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int step = 2 * pair + half;
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int n = 0; n < T::kQkRowTiles; n += 2) {
-          uint32_t q[4];
-          load_q_fragments(step, n, q);
+        for (int n = 0; n < T::kQkRowTiles; ++n)
 #pragma unroll
           for (int b = 0; b < T::kQkBlocks; ++b) {
-            ptx::mma_m16n8k16_f16(acc[b][n][step % kChains], k[b][half], q[0], q[1]);
-            if constexpr (T::kQkRowTiles > 1) {
-              ptx::mma_m16n8k16_f16(acc[b][n + 1][step % kChains], k[b][half], q[2], q[3]);
-            }
+            ptx::mma_m16n8k16_f16(acc[b][n][(2 * pair + half) % kChains], k[b][half], q[half][n][0],
+                                  q[half][n][1]);
           }
-        }
-      }
       if constexpr (T::kGroupScales) {
         constexpr int kPairsPerGroup = kScaleGroupDims / 32;
         if (pair % kPairsPerGroup == kPairsPerGroup - 1 && pair / kPairsPerGroup < kScaleGroups) {
@@ -450,20 +445,26 @@ class Attend {
     }
   }
 
-  // b fragments of row tiles n and n+1 of this warp; of one row tile only: its fragment of `step`.
-  MLA_DEVICE void load_q_fragments(int step, int n, uint32_t (&q)[4]) const {
+  // b fragments of two k-steps and all row tiles of this warp.
+  MLA_DEVICE void load_q_fragments(int pair, uint32_t (&q)[2][T::kQkRowTiles][2]) const {
+    ptx::U4 v;
     if constexpr (T::kQkRowTiles == 1) {
-      ptx::U2 v;
-      ptx::ld_shared(v, q_address(step, 0));
-      q[0] = v.x;
-      q[1] = v.y;
+      ptx::ld_shared(v, q_address(2 * pair, 0));
+      q[0][0][0] = v.x;
+      q[0][0][1] = v.y;
+      q[1][0][0] = v.z;
+      q[1][0][1] = v.w;
     } else {
-      ptx::U4 v;
-      ptx::ld_shared(v, q_address(step, row_group_ * T::kQkRowTiles + n));
-      q[0] = v.x;
-      q[1] = v.y;
-      q[2] = v.z;
-      q[3] = v.w;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < T::kQkRowTiles; n += 2) {
+          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n));
+          q[half][n][0] = v.x;
+          q[half][n][1] = v.y;
+          q[half][n + 1][0] = v.z;
+          q[half][n + 1][1] = v.w;
+        }
     }
   }
 

@@ -29,12 +29,21 @@ struct PlanOwner {
 
 class PlanRegistry {
  public:
-  // The first variant stays. Nothing tells when a graph is gone, so nothing is forgotten:
-  // workspaces at the addresses of freed ones inherit the variant, which may be slower but gives
-  // the right answer.
+  // The first variant stays.
   void keep(const PlanOwner& owner, int32_t tile) {
     const std::lock_guard<std::mutex> lock(mutex_);
     tiles_.emplace(owner, tile);
+  }
+
+  // A new integer workspace may get the address of a freed one: whoever allocates it says so here.
+  // Without that it inherits the freed one's variant, which may be slower but gives the right
+  // answer.
+  void forget(const void* int_workspace) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto entry = tiles_.lower_bound({int_workspace, nullptr, INT64_MIN, false});
+    while (entry != tiles_.end() && entry->first.int_workspace == int_workspace) {
+      entry = tiles_.erase(entry);
+    }
   }
 
   // -1: no launch of this owner was captured, any variant will do.

@@ -106,7 +106,11 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   return Tuple<Array<int64_t>, int64_t>(info, result.staged_bytes);
 }
 
+// The integer workspace is new: no CUDA graph holds a launch of it, whatever lay at its address before.
+void forget(TensorView int_workspace) { plan_registry().forget(int_workspace.data_ptr()); }
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forget, forget);
 
 }  // namespace
 }  // namespace mla_fp8kv

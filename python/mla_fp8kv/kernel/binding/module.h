@@ -15,7 +15,7 @@ namespace mla_fp8kv {
 
 constexpr Format kFormat = MLA_FP8KV_E5M2 ? Format::kE5M2 : Format::kE4M3;
 constexpr int kKpeDim = MLA_FP8KV_KPE;
-constexpr const Variant (&kVariants)[kNumTiles] = Variants<kKpeDim>::kAll;
+constexpr const Variant* kVariants = Variants<kKpeDim>::kAll;
 
 // plan() returns these numbers, run() gets them back. A captured launch keeps those of its capture.
 enum PlanInfo : int32_t {
