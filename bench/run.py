@@ -7,11 +7,12 @@ or <gpu>.partial.json (which git ignores) where only a part was asked for.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from mla_bench import results
-from mla_bench.rows import QUICK_ROWS, ROWS, VARIANTS, select
+from mla_bench.rows import COMMIT_VARIABLE, QUICK_ROWS, ROWS, VARIANTS, extra_variant, select
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -20,6 +21,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", help="rows or groups of rows (core, serving), comma-separated")
     parser.add_argument("--variants", help="variants of our kernel, comma-separated")
+    parser.add_argument(
+        "--extra", action="append", default=[], help="a further variant, NAME:VARIABLE=VALUE[,...]"
+    )
     parser.add_argument("--baselines", help="baselines, comma-separated, or none")
     parser.add_argument("--quick", action="store_true", help=f"rows {', '.join(QUICK_ROWS)}")
     parser.add_argument("--no-host", action="store_true", help="leave out the costs on the host")
@@ -73,9 +77,16 @@ def main(argv: list[str]) -> int:
     try:
         rows = select(ROWS, ",".join(QUICK_ROWS) if options.quick else options.rows, "row")
         variants = select(VARIANTS, options.variants, "variant")
+        variants += tuple(map(extra_variant, options.extra))
         baselines = select(BASELINES, options.baselines, "baseline")
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
+        return 2
+    given = [
+        name for name in os.environ if name.startswith("MLA_FP8KV_") and name != COMMIT_VARIABLE
+    ]
+    if given:
+        print(f"bench: unset {', '.join(given)}: variants set them.", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print("bench: a GPU is needed, torch finds none.", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,9 @@ KV_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 QUERY_DTYPE = torch.bfloat16
 SM_SCALE = 1 / math.sqrt(192)  # DeepSeek's: the dims of a query head before absorption
 WORKSPACE_BYTES = 384 << 20  # what SGLang gives FlashInfer
+_WORKSPACE_STEP = 256
+_MOST_PLANS = 1 << 14
+_workspace_numbers = itertools.count()
 
 
 class Pools:
@@ -21,7 +25,6 @@ class Pools:
 
     Attributes:
         fp8: `layers` tensors [tokens, 576] in `dtype`.
-        workspace: the float workspace every wrapper shares (they run one after another).
     """
 
     def __init__(
@@ -58,8 +61,18 @@ class Pools:
         return torch.empty(self.tokens, TOKEN_BYTES, dtype=torch.bfloat16, device=self.device)
 
     @cached_property
+    def _workspaces(self) -> torch.Tensor:
+        size = WORKSPACE_BYTES + _MOST_PLANS * _WORKSPACE_STEP
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
     def workspace(self) -> torch.Tensor:
-        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        """A float workspace at an address that no plan of this process had before.
+
+        A captured launch binds the tile of later plans for the same workspace, so that a plan must
+        not meet the address of an earlier one. They overlap: only one plan runs at a time.
+        """
+        begin = next(_workspace_numbers) * _WORKSPACE_STEP
+        return self._workspaces[begin : begin + WORKSPACE_BYTES]
 
     @cached_property
     def group_scales(self) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ def plan(case: Case, backend: str, kv_dtype: torch.dtype, table: PageTable):
     """A planned `BatchMLAPagedAttentionWrapper` for the case on the given page table."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
-    wrapper = BatchMLAPagedAttentionWrapper(case.pools.workspace, backend=backend)
+    wrapper = BatchMLAPagedAttentionWrapper(case.pools.workspace(), backend=backend)
     wrapper.plan(
         metadata=MLAPlanMetadata.csr(case.qo_indptr, table.indptr, table.indices, case.kv_lens),
         num_heads=case.row.heads,

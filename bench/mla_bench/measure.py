@@ -14,7 +14,7 @@ from . import host_cost, machine, results, timing
 from .case import Case, Pools
 from .contenders import Baseline, Prepared, ours
 from .roofline import derived, kv_bytes
-from .rows import NATIVE, Row, Variant
+from .rows import Row, Variant
 
 # The worst contender (FP8 query or P) has 3.5e-2; a time with a larger error is of something else.
 _LARGEST_ERROR = 0.1
@@ -120,9 +120,9 @@ class Run:
                 baseline_us[baseline.name] = measured.timing.us
                 baseline_rel_err[baseline.name] = measured.rel_err
 
-        records, native_plan = [], None
+        records = []
         for variant in variants:
-            if row.group != "core" and variant.name not in (NATIVE, "auto"):
+            if variant.core_only and row.group != "core":
                 continue
             try:
                 prepared = ours(case, variant)
@@ -132,9 +132,6 @@ class Run:
                 self.result["unavailable"][f"{row.name} {variant.name}"] = _reason(error)
                 continue
             wrapper = prepared.wrapper
-            plan = list(wrapper._plan_info)
-            if variant.name == NATIVE:
-                native_plan = plan
             missing = dict(unavailable)
             loads_only_us = None
             try:
@@ -154,7 +151,7 @@ class Run:
                     "us_l2_flushed": self._flushed_us(case, measured),
                     "loads_only_us": loads_only_us,
                     **derived(row, us, self.result["copy_gbps"], self.result["machine"]["sms"]),
-                    "same_plan_as_native": plan == native_plan,
+                    "plan": [int(number) for number in wrapper._plan_info],
                     "rel_err": measured.rel_err,
                     "baselines": baseline_us,
                     "baseline_rel_err": baseline_rel_err,

@@ -37,7 +37,7 @@ _ROW_FIELDS = {
     "gbps_per_sm": float,
     "percent_of_floor": float,
     "tflops": float,
-    "same_plan_as_native": bool,
+    "plan": list,  # what the module's plan() returned: for ours version, tile, grid, merges, heads
     "rel_err": float,
     "baselines": dict,
     "baseline_rel_err": dict,
@@ -212,7 +212,7 @@ def variants_table(result: dict) -> str:
             r = found.get((name, variant))
             cell = "-" if r is None else number(r["us"])
             if r is not None and native is not None and r is not native:
-                same = "=" if r["same_plan_as_native"] else ""
+                same = "=" if r["plan"] == native["plan"] else ""
                 cell += f" ({r['us'] / native['us']:.2f}x{same})"
             cells.append(cell.rjust(max(len(variant), 16)))
         lines.append(" ".join(cells))

@@ -29,7 +29,7 @@ class Row:
         kv_dtype: "e4m3" or "e5m2".
         group_scales: per token and 128 channels (`ckv_scale_arr`) instead of one scale of 1.
         label: what `kv_lens` looks like where it is not uniform ("skewed", "ragged"), else "".
-        group: "core" rows get every variant, "serving" rows the native kernel only.
+        group: "core" rows get every variant, "serving" rows those of this GPU only.
         target_us: goal on the H200, fixed before the first measurement; None: none set.
     """
 
@@ -83,12 +83,14 @@ class Variant:
         env: variables set while planning; those of `BUILD_VARIABLES` select another module.
         backend: the wrapper's `backend` argument.
         note: one line for the reader of the results.
+        core_only: leave the serving rows out.
     """
 
     name: str
     env: dict[str, str] = field(default_factory=dict)
     backend: str = "fa2"
     note: str = ""
+    core_only: bool = False
 
     def loads_only_env(self) -> dict[str, str]:
         """The same grid and access pattern with no math (so the dequant choice is immaterial)."""
@@ -99,21 +101,28 @@ class Variant:
 # These choose a compiled module; the other variables only change the plan.
 BUILD_VARIABLES = ("MLA_FP8KV_DEQUANT", "MLA_FP8KV_LOADS_ONLY")
 
+COMMIT_VARIABLE = "MLA_FP8KV_COMMIT"  # says what was built where there is no git; no variant
+
 NATIVE = "native"
 _LIMIT_100K = {"MLA_FP8KV_SMEM_LIMIT": "101376"}
 _LIMIT_A100 = {"MLA_FP8KV_SMEM_LIMIT": "166912"}
 _ONE_CTA = {"MLA_FP8KV_CTAS_PER_SM": "1"}
 _BITS = {"MLA_FP8KV_DEQUANT": "bits"}
 
+
+def _other_gpu(name: str, env: dict[str, str], note: str) -> Variant:
+    return Variant(name, env, note=note, core_only=True)
+
+
 VARIANTS = (
     Variant(NATIVE, note="what this GPU uses"),
     Variant("auto", backend="auto", note="what backend='auto' picks for the shape"),
-    Variant("smem100k", _LIMIT_100K, note="the tiles of SM86/89/120/121, as many CTAs as fit here"),
-    Variant("smem100k-1cta", _LIMIT_100K | _ONE_CTA, note="the same, one CTA an SM as there"),
-    Variant("smem163k", _LIMIT_A100, note="the tiles of SM80"),
-    Variant("bits", _BITS, note="bit placement, as SM80/86 must, instead of the conversion"),
-    Variant("like-sm86", _LIMIT_100K | _ONE_CTA | _BITS, note="both limits of SM86 at once"),
-    Variant("like-sm80", _LIMIT_A100 | _BITS, note="both limits of SM80 at once"),
+    _other_gpu("smem100k", _LIMIT_100K, "the tiles of SM86/89/120/121, as many CTAs as fit here"),
+    _other_gpu("smem100k-1cta", _LIMIT_100K | _ONE_CTA, "the same, one CTA an SM as there"),
+    _other_gpu("smem163k", _LIMIT_A100, "the tiles of SM80"),
+    _other_gpu("bits", _BITS, "bit placement, as on SM80/86, instead of the conversion"),
+    _other_gpu("like-sm86", _LIMIT_100K | _ONE_CTA | _BITS, "both limits of SM86 at once"),
+    _other_gpu("like-sm80", _LIMIT_A100 | _BITS, "both limits of SM80 at once"),
 )
 
 
@@ -188,6 +197,18 @@ ROWS = (
     _serving(8, (8192,) * 32, kv_dtype="e5m2"),
     _serving(16, (4096,) * 16, kv_dtype="e5m2"),
 )
+
+
+def extra_variant(text: str) -> Variant:
+    """The variant of "NAME:VARIABLE=VALUE[,...]", to try a build or plan variable in one run."""
+    name, _, assignments = text.partition(":")
+    env = dict(item.partition("=")[::2] for item in assignments.split(","))
+    if not name or not all(key.startswith("MLA_FP8KV_") and value for key, value in env.items()):
+        raise ValueError(f"an extra variant is NAME:MLA_FP8KV_X=VALUE[,...], got {text!r}.")
+    if name in {variant.name for variant in VARIANTS}:
+        raise ValueError(f"{name} is a variant already.")
+    return Variant(name, env, note=text)
+
 
 QUICK_ROWS = ("h8-b1-kv500", "h16-b16-kv4096", "h8-b32-kv8192", "h128-b32-kv8192")
 

@@ -113,8 +113,8 @@ def test_tables_name_each_peer_with_its_ratio(tmp_path, capsys, make_row, make_r
 def test_variants_stand_beside_native_and_an_unchanged_plan_is_marked(make_row, make_result):
     result = make_result(
         make_row(),
-        make_row(variant="bits", us=60.0, same_plan_as_native=True),
-        make_row(variant="smem100k-1cta", us=75.0),
+        make_row(variant="bits", us=60.0),
+        make_row(variant="smem100k-1cta", us=75.0, plan=[1, 0, 132]),
     )
     line = results.variants_table(result).splitlines()[1]
     assert "60.0 (1.20x=)" in line and "75.0 (1.50x)" in line

@@ -1,7 +1,16 @@
 """The shapes and variants that are measured."""
 
 import pytest
-from mla_bench.rows import LAYERS, NATIVE, POOL_TOKENS, QUICK_ROWS, ROWS, VARIANTS, select
+from mla_bench.rows import (
+    LAYERS,
+    NATIVE,
+    POOL_TOKENS,
+    QUICK_ROWS,
+    ROWS,
+    VARIANTS,
+    extra_variant,
+    select,
+)
 
 
 def test_names_are_unique_and_quick_rows_exist():
@@ -73,3 +82,13 @@ def test_kv_of_the_large_rows_does_not_stay_in_l2():
     # 60 MB of L2: a row's KV of all layers must be beyond it, or the flushed time is reported too.
     large = [row for row in ROWS if row.kv_tokens * 576 >= 8e6]
     assert all(LAYERS * row.kv_tokens * 576 > 60 << 20 for row in large)
+
+
+def test_an_extra_variant_sets_variables_of_this_project_only():
+    variant = extra_variant("t32:MLA_FP8KV_TILE_ROWS=32,MLA_FP8KV_DEQUANT=bits")
+    assert variant.env == {"MLA_FP8KV_TILE_ROWS": "32", "MLA_FP8KV_DEQUANT": "bits"}
+    for text in ("t32", ":MLA_FP8KV_X=1", "t:PATH=/", "t:MLA_FP8KV_X=", "t:"):
+        with pytest.raises(ValueError, match="an extra variant is NAME:"):
+            extra_variant(text)
+    with pytest.raises(ValueError, match="bits is a variant already"):
+        extra_variant("bits:MLA_FP8KV_DEQUANT=bits")

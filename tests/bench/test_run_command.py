@@ -29,3 +29,11 @@ def test_list_names_rows_variants_and_baselines(capsys):
     assert run.main(["--list"]) == 0
     listed = capsys.readouterr().out.split()
     assert {"h8-b32-kv8192", "smem100k-1cta", "cast+fa3"} <= set(listed)
+
+
+def test_variables_of_variants_must_not_be_set_outside(capsys, monkeypatch):
+    pytest.importorskip("torch", reason="the harness needs torch")
+    monkeypatch.setenv("MLA_FP8KV_COMMIT", "abc")
+    monkeypatch.setenv("MLA_FP8KV_DEQUANT", "bits")
+    assert run.main([]) == 2
+    assert capsys.readouterr().err == "bench: unset MLA_FP8KV_DEQUANT: variants set them.\n"
