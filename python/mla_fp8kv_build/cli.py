@@ -2,11 +2,12 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from mla_fp8kv_build import pin as pins
-from mla_fp8kv_build import files, series, wheel
+from mla_fp8kv_build import arch, bundle, env, files, series, site, toolchain, wheel
 from mla_fp8kv_build.errors import BuildError, disk_full
-from mla_fp8kv_build.paths import BUILD, cache
+from mla_fp8kv_build.paths import BUILD, DIST, cache
 from mla_fp8kv_build.steps import Steps
 
 
@@ -55,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     patches = command("patches", _patches, "export the patch series")
     patches.add_argument("action", choices=["refresh"])
     patches.add_argument("into", nargs="?", help="patch that takes the edits (default: the last)")
+    bundle_command = command("bundle", _bundle, "make an offline bundle for a GPU server")
+    bundle_command.add_argument("--arch", required=True, metavar="LIST", help="such as 90a,120a")
+    bundle_command.add_argument("-o", dest="output", type=Path, metavar="FILE")
+    bundle_command.add_argument("--python", default="3.12", help="Python version of the server")
     return parser
 
 
@@ -73,3 +78,19 @@ def _patches(options: argparse.Namespace, _: list[str]) -> None:
         wheel.pristine(pin, Steps())
         changed = series.refresh(pin, options.into)
     print("\n".join(f"wrote {name}" for name in changed) or "every patch is as exported")
+
+
+def _bundle(options: argparse.Namespace, _: list[str]) -> None:
+    archs = arch.parse_list(options.arch)
+    pin = pins.load(options.base)
+    toolkit = toolchain.find()
+    steps = Steps()
+    built = wheel.build(pin, steps)
+    with steps.step("site"):
+        unpacked = site.unpacked(pin, built)
+        python = env.ensure("dev")
+    name = f"mla-fp8kv-{pin.version}-{'-'.join(one.name for one in archs)}.tar.gz"
+    target = (options.output or DIST / name).resolve()
+    with files.lock(BUILD / "bundle.lock"):
+        bundle.bundle(pin, python, unpacked, archs, toolkit, options.python, target, steps)
+    print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")

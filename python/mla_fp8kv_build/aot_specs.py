@@ -1,0 +1,63 @@
+"""Prints, as JSON, how FlashInfer would compile the MLA modules of a bundle.
+
+Runs in the dev environment with the built wheel importable, FLASHINFER_CUDA_ARCH_LIST naming the
+targets and FLASHINFER_WORKSPACE_BASE a folder for generated sources. The modules' names, sources
+and flags are those of FlashInfer's own just-in-time build, so its loader takes what is built here
+for an ahead-of-time copy.
+"""
+
+import json
+import os
+import shlex
+import sys
+
+import torch
+
+
+def _ours() -> list:
+    from mla_fp8kv.jit import gen_module
+
+    return [
+        gen_module(torch.float8_e4m3fn, 64),
+        gen_module(torch.float8_e4m3fn, 0),
+        gen_module(torch.float8_e5m2, 64),
+        gen_module(torch.float8_e4m3fn, 64, bits=True),
+    ]
+
+
+def _upstreams() -> list:
+    from flashinfer.jit.attention.modules import gen_batch_mla_module
+
+    hopper = "9.0a" in os.environ["FLASHINFER_CUDA_ARCH_LIST"].split()
+    wanted = [("fa2", torch.bfloat16)]
+    if hopper:
+        wanted += [("fa3", torch.bfloat16), ("fa3", torch.float8_e4m3fn)]
+    return [
+        gen_batch_mla_module(
+            backend, torch.bfloat16, kv, torch.bfloat16, torch.int32, 512, 64, False
+        )
+        for backend, kv in wanted
+    ]
+
+
+def _describe(spec, owner: str) -> dict:
+    commands = spec.get_compile_commands()
+    # "nvcc -c SOURCE FLAGS... -o OBJECT"; every source of a module has the same flags.
+    flags = shlex.split(commands[0]["command"])[3:-2]
+    return {
+        "name": spec.name,
+        "owner": owner,
+        "sources": [command["file"] for command in commands],
+        "flags": flags,
+    }
+
+
+def main() -> None:
+    """Write the list of modules to the file that the first argument names."""
+    modules = [_describe(spec, "upstream") for spec in _upstreams()]
+    modules += [_describe(spec, "ours") for spec in _ours()]
+    with open(sys.argv[1], "w") as stream:
+        json.dump(modules, stream, indent=1)
+
+
+main()

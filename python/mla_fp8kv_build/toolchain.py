@@ -1,0 +1,72 @@
+"""Finds nvcc: an installed CUDA toolkit, or the compiler packages of the index."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_fp8kv_build import env
+from mla_fp8kv_build.errors import BuildError
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit; `home` has bin/nvcc and include/."""
+
+    home: Path
+    version: str
+
+    @property
+    def nvcc(self) -> Path:
+        """The compiler driver."""
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def libraries(self) -> Path:
+        """The folder with libcudart.so.<major>."""
+        lib64 = self.home / "lib64"
+        return lib64 if lib64.is_dir() else self.home / "lib"
+
+    def architectures(self) -> set[str]:
+        """Numbers N for which this nvcc has sm_N."""
+        listed = _run(self.nvcc, "--list-gpu-code")
+        return set(re.findall(r"sm_(\d+)\b", listed))
+
+
+def find() -> Toolkit:
+    """The toolkit of CUDA_HOME, PATH or /usr/local/cuda; else one from the package index."""
+    for home in _candidates():
+        # The header tells a toolkit from a wrapper script that lies on the PATH.
+        if (home / "bin" / "nvcc").is_file() and (home / "include" / "cuda_runtime.h").is_file():
+            return _toolkit(home)
+    python = env.ensure("nvcc")
+    homes = list(python.parent.parent.glob("lib/python*/site-packages/nvidia/cu13"))
+    if not homes:
+        raise BuildError("The compiler packages of the index have no nvidia/cu13 folder.")
+    return _toolkit(homes[0])
+
+
+def _candidates() -> list[Path]:
+    candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(Path(on_path).resolve().parents[1])
+    return [*candidates, Path("/usr/local/cuda")]
+
+
+def _toolkit(home: Path) -> Toolkit:
+    release = re.search(r"release (\d+\.\d+), V([\d.]+)", _run(home / "bin" / "nvcc", "--version"))
+    if not release:
+        raise BuildError(f"{home}/bin/nvcc does not say its version.")
+    return Toolkit(home, release.group(2))
+
+
+def _run(nvcc: Path, *arguments: str) -> str:
+    try:
+        return subprocess.run(
+            [str(nvcc), *arguments], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{nvcc} {' '.join(arguments)} failed: {error}.") from error
