@@ -33,6 +33,7 @@ int32_t shim_grid_size(const TileShape* tile, int32_t num_sms) { return grid_siz
 
 void shim_keep(const PlanOwner* owner, int32_t tile) { plan_registry().keep(*owner, tile); }
 int32_t shim_kept(const PlanOwner* owner) { return plan_registry().kept(*owner); }
+void shim_forget(const void* int_workspace) { plan_registry().forget(int_workspace); }
 
 // sizeof and the offset of each member, in the order of the structs in params.h.
 int32_t shim_layout(int32_t* out) {

@@ -80,6 +80,15 @@ def test_plans_for_another_launch_are_free(planner):
         assert planner.kept(PlanOwner(*other)) == -1
 
 
+def test_a_new_workspace_forgets_the_freed_one(planner):
+    old = [PlanOwner(0x5000, f, heads, False) for f in (0x10, 0x20) for heads in (8, 128)]
+    other = PlanOwner(0x5040, 0x10, 8, False)
+    for owner in [*old, other]:
+        planner.keep(owner, 1)
+    planner.lib.shim_forget(ctypes.c_void_p(0x5000))
+    assert [planner.kept(owner) for owner in [*old, other]] == [-1, -1, -1, -1, 1]
+
+
 def test_registry_from_many_threads(planner):
     """ctypes releases the interpreter lock, so the calls really meet."""
     start = threading.Barrier(4)
