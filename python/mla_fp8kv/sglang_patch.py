@@ -51,16 +51,16 @@ class Patch:
         return "".join(new + old[at:])
 
 
-def _folder() -> Path:
-    for folder in _FOLDERS:
-        if folder.is_dir():
-            return folder
-    raise PatchError("This installation carries no SGLang patches.")
-
-
 def available() -> dict[str, Path]:
     """SGLang version -> its patch."""
-    return {file.parent.name: file for file in sorted(_folder().glob("*/*.patch"))}
+    files = (file for folder in _FOLDERS for file in sorted(folder.glob("*/*.patch")))
+    return {file.parent.name: file for file in files}
+
+
+def is_applied(version: str | None, file: Path) -> bool:
+    """Whether `file` is what the patch for this SGLang version makes."""
+    patches = available()
+    return version in patches and _digest(file) == Patch(patches[version]).after
 
 
 def run(revert: bool = False) -> str:
@@ -76,7 +76,7 @@ def run(revert: bool = False) -> str:
     patches = available()
     if version not in patches:
         raise PatchError(
-            f"There is a patch for SGLang {', '.join(patches)}, installed is {version}."
+            f"There is a patch for SGLang {', '.join(patches) or '(none)'}, installed is {version}."
         )
     patch = Patch(patches[version])
     file = root / patch.path
