@@ -21,6 +21,8 @@ from flashinfer.utils import MaskMode
 
 from . import capability, checks, jit
 
+_TWO_TENSORS = [torch.Tensor, torch.Tensor]
+
 
 class Fp8InputContract(MLAInputContract):
     """Upstream's run contract, except that scales which are not given mean 1.0."""
@@ -69,10 +71,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
                 "use_profiler=True is supported with an FP8 KV cache on SM90 only, "
                 "by backend='fa3'."
             )
-        if not workspace.is_contiguous():
-            raise ValueError(
-                f"float_workspace_buffer must be contiguous, got strides {workspace.stride()}."
-            )
+        checks.workspace(workspace)
         # Flat metadata may be longer than the batch, as upstream allows, but never shorter.
         batch = csr.kv_len_arr.numel()
         for name, indptr in (("qo_indptr", csr.qo_indptr), ("kv_indptr", csr.kv_indptr)):
@@ -152,34 +151,42 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         self._kv_data_type = kv_data_type
         self._mask_mode = (MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL).value
         self._query_tokens = int(qo_indptr_host[kv_len_host.numel()])
-        self._q_shapes = ((None, num_heads, head_dim_ckv), (None, num_heads, head_dim_kpe))
-        self._kv_shapes = ((None, page_size, head_dim_ckv), (None, page_size, head_dim_kpe))
+        widths = (head_dim_ckv + head_dim_kpe, head_dim_ckv, head_dim_kpe)
+        names = ("query", "q_nope", "q_pe")
+        self._query_checks = self._checks(names, num_heads, widths, q_data_type, "q_data_type")
+        names = ("kv_cache", "ckv_cache", "kpe_cache")
+        self._cache_checks = self._checks(names, page_size, widths, kv_data_type, "kv_data_type")
+        (self._check_out,) = self._checks(
+            ("out",), num_heads, widths[1:2], q_data_type, "output_dtype"
+        )
+
+    def _checks(self, names, rows, widths, dtype, dtype_name):
+        return [
+            checks.TensorCheck(name, (None, rows, width), dtype, self.device, dtype_name)
+            for name, width in zip(names, widths, strict=True)
+        ]
 
     def check_run_inputs(self, query: object, kv_cache: object) -> None:
         """Refuse queries and caches that the plan does not fit; called at the start of run()."""
-        self._check_pair(
-            query, ("query", "q_nope", "q_pe"), self._q_shapes, self._q_data_type, "q_data_type"
-        )
-        self._check_pair(
-            kv_cache,
-            ("kv_cache", "ckv_cache", "kpe_cache"),
-            self._kv_shapes,
-            self._kv_data_type,
-            "kv_data_type",
-        )
+        self._check_pair(query, *self._query_checks)
+        self._check_pair(kv_cache, *self._cache_checks)
 
-    def _check_pair(self, value, names, shapes, dtype, dtype_name) -> None:
-        packed, split = _parse_structural_mla_input(value, name=names[0])
-        if split is None:
-            shape = (*shapes[0][:-1], shapes[0][-1] + shapes[1][-1])
-            checks.tensor(names[0], packed, shape, dtype, self.device, planned_name=dtype_name)
-            return
-        for name, leaf, shape in zip(names[1:], split, shapes):
-            checks.tensor(name, leaf, shape, dtype, self.device, planned_name=dtype_name)
-        if split[0].shape[0] != split[1].shape[0]:
+    @staticmethod
+    def _check_pair(value, check_packed, check_left, check_right) -> None:
+        if type(value) is tuple and list(map(type, value)) == _TWO_TENSORS:
+            left, right = value
+        else:  # packed, both forms at once, or malformed
+            packed, split = _parse_structural_mla_input(value, name=check_packed.name)
+            if split is None:
+                check_packed(packed)
+                return
+            left, right = split
+        check_left(left)
+        check_right(right)
+        if left.shape[0] != right.shape[0]:
             raise ValueError(
-                f"{names[1]} and {names[2]} must have the same first extent, "
-                f"got {split[0].shape[0]} and {split[1].shape[0]}."
+                f"{check_left.name} and {check_right.name} must have the same first extent, "
+                f"got {left.shape[0]} and {right.shape[0]}."
             )
 
     def _run_generated_fa(
@@ -212,9 +219,11 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         if out is None:
             out = torch.empty(shape, dtype=self._q_data_type, device=self.device)
         else:
-            checks.tensor(
-                "out", out, shape, self._q_data_type, self.device, planned_name="output_dtype"
-            )
+            self._check_out(out)
+            if out.shape[0] != shape[0]:
+                raise ValueError(
+                    f"out must have the {shape[0]} query tokens of q_nope, got {out.shape[0]}."
+                )
         if lse is not None:
             checks.lse(lse, tuple(shape[:2]), self.device)
         elif return_lse:
@@ -256,7 +265,7 @@ class Fa3DefaultScales(_BatchMLAPagedAttentionFa3Backend):
 
 
 def _auto_takes_fa3(args) -> bool:
-    """Whether `auto` on this SM90 device takes FA3; a CUDA graph keeps the backend it began with."""
+    """Whether `auto` on an SM90 device takes FA3; a CUDA graph keeps the backend it began with."""
     if args._use_cuda_graph and args._previous_backend_name is not None:
         preferred = args._previous_backend_name == "fa3"
     else:

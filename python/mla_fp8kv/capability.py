@@ -1,4 +1,4 @@
-"""Which calls the FP8 KV kernels take, and which stay with upstream. Pure rules, no CUDA at import."""
+"""Which calls the FP8 KV kernels take, and which stay with upstream: pure rules."""
 
 import torch
 

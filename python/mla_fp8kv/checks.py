@@ -1,4 +1,4 @@
-"""Refusals of run() arguments: one sentence each, before anything launches or is written."""
+"""Refusals of tensors and scales: one sentence each, before anything launches or is written."""
 
 import math
 
@@ -15,39 +15,72 @@ def dtype_mismatch(name: str, given: torch.dtype, planned_name: str, planned: to
     return text + "."
 
 
-def tensor(name, value, shape, dtype, device, *, planned_name) -> None:
-    """Check dtype, device, shape, strides and alignment of one input or of `out`.
+class TensorCheck:
+    """Checks dtype, device, shape, strides and alignment of one argument, call after call.
 
     `shape` may hold None where any extent goes. Rows must be contiguous, and every row must start
-    on a 16-byte boundary. A tensor of width 0 (head_dim_kpe=0) is never read.
+    on a 16-byte boundary. A tensor of width 0 (head_dim_kpe=0) is never read. A model calls with
+    the same kind of tensor in every layer: a description that was accepted once is not looked at
+    again, only the address is.
     """
-    if value.dtype != dtype:
-        raise ValueError(dtype_mismatch(name, value.dtype, planned_name, dtype))
-    if value.device != device:
-        raise ValueError(f"{name} must be on the wrapper's device {device}, got {value.device}.")
-    given = value.shape
-    if len(given) != len(shape) or any(
-        want is not None and want != have for want, have in zip(shape, given)
-    ):
-        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
-        raise ValueError(f"{name} must have shape ({wanted}) as planned, got {tuple(given)}.")
-    if 0 in given:
-        return
-    size = value.itemsize
-    stride = value.stride()
-    if stride[-1] != 1:
-        raise ValueError(f"{name} must be contiguous in its last dimension, got strides {stride}.")
-    for extent, step in zip(given[:-1], stride):
-        if extent > 1 and step * size % _ALIGN:
+
+    def __init__(self, name, shape, dtype, device, planned_name) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.planned_name = planned_name
+        self._accepted = None
+
+    def __call__(self, value: torch.Tensor) -> None:
+        description = (value.shape, value.stride(), value.dtype, value.device)
+        if description != self._accepted:
+            self._check(*description)
+            self._accepted = description
+        if value.data_ptr() % _ALIGN:
+            raise ValueError(_misaligned(self.name, value))
+
+    def _check(self, shape, strides, dtype, device) -> None:
+        name = self.name
+        if dtype != self.dtype:
+            raise ValueError(dtype_mismatch(name, dtype, self.planned_name, self.dtype))
+        if device != self.device:
+            raise ValueError(f"{name} must be on the wrapper's device {self.device}, got {device}.")
+        if len(shape) != len(self.shape) or any(
+            want is not None and want != have for want, have in zip(self.shape, shape, strict=True)
+        ):
+            wanted = ", ".join("any" if extent is None else str(extent) for extent in self.shape)
+            raise ValueError(f"{name} must have shape ({wanted}) as planned, got {tuple(shape)}.")
+        if 0 in shape:
+            return
+        if strides[-1] != 1:
             raise ValueError(
-                f"{name} must have row strides that are multiples of {_ALIGN} bytes "
-                f"({_ALIGN // size} elements of {dtype}), got strides {stride}."
+                f"{name} must be contiguous in its last dimension, got strides {strides}."
             )
-    if value.data_ptr() % _ALIGN:
+        step = _ALIGN // dtype.itemsize
+        for extent, stride in zip(shape[:-1], strides[:-1], strict=True):
+            if extent > 1 and stride % step:
+                raise ValueError(
+                    f"{name} must have row strides that are multiples of {_ALIGN} bytes "
+                    f"({step} elements of {dtype}), got strides {strides}."
+                )
+
+
+def _misaligned(name: str, value: torch.Tensor) -> str:
+    return (
+        f"{name} must start on a {_ALIGN}-byte boundary, "
+        f"got an address {value.data_ptr() % _ALIGN} bytes past one."
+    )
+
+
+def workspace(value) -> None:
+    """Check float_workspace_buffer, of any dtype; the plan checks its size."""
+    if not value.is_contiguous():
         raise ValueError(
-            f"{name} must start on a {_ALIGN}-byte boundary, "
-            f"got an address {value.data_ptr() % _ALIGN} bytes past one."
+            f"float_workspace_buffer must be contiguous, got strides {value.stride()}."
         )
+    if value.data_ptr() % _ALIGN:
+        raise ValueError(_misaligned("float_workspace_buffer", value))
 
 
 def lse(value, shape, device) -> None:

@@ -1,6 +1,6 @@
 """One attention problem as a value: its inputs, the float64 answer, and the comparison with it.
 
-`check(Case(...))` is a whole test, and a failing one prints itself as one line to paste into a shell.
+`check(Case(...))` is a whole test, and a failing one prints itself as a line to paste in a shell.
 """
 
 import functools
@@ -127,7 +127,7 @@ def make_inputs(case: Case) -> Inputs:
         # Only whole slots count as referenced: the tail of a last page is poisoned as well.
         referenced = torch.zeros(pages, case.page_size, dtype=torch.bool, device=DEVICE)
         begin = 0
-        for count, length in zip(counts, case.kv_lens):
+        for count, length in zip(counts, case.kv_lens, strict=True):
             own = indices[begin : begin + count].long()
             full, rest = divmod(length, case.page_size)
             referenced[own[:full]] = True
@@ -172,7 +172,7 @@ def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
 
 
 def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64: out [tokens, heads, 512] and the natural log-sum-exp [tokens, heads]."""
+    """Attention in float64: out [tokens, heads, 512] and natural log-sum-exp [tokens, heads]."""
     case = inputs.case
     ckv_scale = 1.0 if case.ckv_scale is None else case.ckv_scale
     kpe_scale = 1.0 if case.kpe_scale is None else case.kpe_scale
@@ -180,7 +180,7 @@ def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full(inputs.q_nope.shape[:2], -math.inf, dtype=torch.float64, device=DEVICE)
     counts = page_counts(case)
     q_begin = page_begin = 0
-    for q_len, kv_len, count in zip(case.q_lens, case.kv_lens, counts):
+    for q_len, kv_len, count in zip(case.q_lens, case.kv_lens, counts, strict=True):
         pages = inputs.kv_indices[page_begin : page_begin + count]
         page_begin += count
         begin, q_begin = q_begin, q_begin + q_len

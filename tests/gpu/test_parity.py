@@ -96,7 +96,7 @@ def test_float64(name):
 
 def test_explicit_fa2_is_the_same_kernel():
     inputs = make_inputs(CASES["skewed"])
-    for auto, explicit in zip(run(inputs, "auto"), run(inputs, "fa2")):
+    for auto, explicit in zip(run(inputs, "auto"), run(inputs, "fa2"), strict=True):
         assert torch.equal(auto, explicit)
 
 

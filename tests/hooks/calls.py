@@ -26,9 +26,21 @@ def csr(kv_lens, q_lens=None, page_size=1):
     return indptr(q_len), kv_indptr, indices, kv_len
 
 
-def plan_flat(wrapper, metadata, *, heads=8, kpe=64, page_size=1, causal=False, q=BF16, kv=E4M3):
+def plan_flat(
+    wrapper,
+    metadata,
+    *,
+    heads=8,
+    kpe=64,
+    page_size=1,
+    causal=False,
+    q=BF16,
+    kv=E4M3,
+    profiler=False,
+):
     """The flat positional call, word for word as SGLang 0.5.23 makes it."""
-    wrapper.plan(*metadata, heads, 512, kpe, page_size, causal, 0.1, q, kv)
+    extra = [True] if profiler else []
+    wrapper.plan(*metadata, heads, 512, kpe, page_size, causal, 0.1, q, kv, *extra)
 
 
 def tensors(tokens=2, heads=8, kpe=64, pages=64, page_size=1, q=BF16, kv=E4M3):

@@ -53,16 +53,14 @@ def test_explicit_fa3_stays_upstream_and_asks_for_scales(flashinfer, device):
 @pytest.mark.parametrize("backend, expected", [("auto", FA3), ("fa2", FA2)])
 def test_profiler_stays_upstream_on_sm90(flashinfer, device, backend, expected):
     wrapper = make(flashinfer, backend)
-    wrapper.plan(*csr([5, 7]), 8, 512, 64, 1, False, 0.1, BF16, E4M3, True)
+    plan_flat(wrapper, csr([5, 7]), profiler=True)
     assert taken_by(wrapper) == expected
 
 
 def test_auto_table_can_name_fa3_and_default_scales_hold_there(flashinfer, device, monkeypatch):
     import mla_fp8kv.capability
 
-    monkeypatch.setattr(
-        mla_fp8kv.capability, "SM90_AUTO", ((0, "mla_fp8kv"), (2048, "fa3"))
-    )
+    monkeypatch.setattr(mla_fp8kv.capability, "SM90_AUTO", ((0, "mla_fp8kv"), (2048, "fa3")))
     wrapper = make(flashinfer)
     plan_flat(wrapper, csr([5, 7]))
     assert taken_by(wrapper) == OURS
@@ -70,7 +68,7 @@ def test_auto_table_can_name_fa3_and_default_scales_hold_there(flashinfer, devic
     plan_flat(wrapper, csr([300], [256]), causal=True)
     assert taken_by(wrapper) == "Fa3DefaultScales"
     wrapper.run(*tensors(256))
-    module = device.module(*[key for key in device.modules if key[0] == "fa3"][0])
+    module = device.module(*next(key for key in device.modules if key[0] == "fa3"))
     assert module.runs[-1][15:18] == (1.0, 1.0, None)
     # FP16 queries and e5m2 are beyond upstream's FP8 path, so the table does not apply to them.
     for q, kv in [(FP16, E4M3), (BF16, E5M2)]:
@@ -82,7 +80,7 @@ def test_auto_table_can_name_fa3_and_default_scales_hold_there(flashinfer, devic
 def test_a_graph_keeps_its_backend_whatever_the_table_says(flashinfer, device, monkeypatch):
     import mla_fp8kv.capability
 
-    wrapper, buffers = graph_wrapper(flashinfer, batch=1, pages=1000)
+    wrapper, _ = graph_wrapper(flashinfer, batch=1, pages=1000)
     plan_flat(wrapper, csr([5]))
     monkeypatch.setattr(mla_fp8kv.capability, "SM90_AUTO", ((0, "fa3"),))
     plan_flat(wrapper, csr([900]))
@@ -98,7 +96,7 @@ def test_plan_arguments_of_the_flat_form(flashinfer, device):
     assert args[0] is wrapper._float_workspace_buffer
     assert args[1] is wrapper._int_workspace_buffer
     assert args[2] is wrapper._pin_memory_int_workspace_buffer
-    for given, want in zip(args[3:6], (metadata[0], metadata[1], metadata[3])):
+    for given, want in zip(args[3:6], (metadata[0], metadata[1], metadata[3]), strict=True):
         assert given.device.type == "cpu" and torch.equal(given, want)
     assert args[6:] == (12, 512, True)
     assert wrapper._plan_info == [1]
@@ -136,9 +134,7 @@ def test_canonical_metadata(flashinfer, device, form):
     if layout == "packed":
         query = torch.zeros(2, 8, 576, dtype=BF16)
         cache = torch.zeros(64, 4, 576, dtype=torch.uint8).view(E4M3)
-    out, lse = wrapper.run(
-        query=query, kv_cache=cache, return_lse=True, return_lse_base_on_e=True
-    )
+    out, lse = wrapper.run(query=query, kv_cache=cache, return_lse=True, return_lse_base_on_e=True)
     args = device.module("fp8kv", E4M3, 64).runs[-1]
     assert [tuple(tensor.shape) for tensor in args[3:7]] == [
         (2, 8, 512),
@@ -160,7 +156,7 @@ def test_run_arguments_of_the_flat_form(flashinfer, device):
     assert args[0] is wrapper._float_workspace_buffer
     assert args[1] is wrapper._int_workspace_buffer
     assert args[2] == wrapper._plan_info
-    for given, want in zip(args[3:7], (q_nope, q_pe, ckv, kpe)):
+    for given, want in zip(args[3:7], (q_nope, q_pe, ckv, kpe), strict=True):
         assert given is want
     assert args[7] is wrapper._kv_indices_buf
     assert args[8] is out and args[9] is None

@@ -11,8 +11,10 @@ def find_sdist() -> Path | None:
     """FLASHINFER_SDIST, or the file in the build's download cache."""
     if given := os.environ.get("FLASHINFER_SDIST"):
         return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mla-fp8kv"
-    return next(iter(cache.rglob(SDIST)), None)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("MLA_FP8KV_CACHE") or base / "mla-fp8kv")
+    kept = cache / "downloads" / SDIST
+    return kept if kept.is_file() else None
 
 
 def series(folder: Path) -> list[str]:
@@ -22,7 +24,7 @@ def series(folder: Path) -> list[str]:
 
 
 def unpack(sdist: Path, target: Path) -> None:
-    """Write the package's Python files and the sources of the MLA modules, laid out as installed."""
+    """Write the package's Python files and the MLA modules' sources, laid out as installed."""
     with tarfile.open(sdist, "r|gz") as archive:
         for member in archive:
             path = Path(*Path(member.name).parts[1:])

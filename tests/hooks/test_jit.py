@@ -1,0 +1,144 @@
+"""The module's specification: its name, sources, flags, and where a compiled copy is found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from calls import BF16, E4M3, E5M2
+
+KERNEL = Path(__file__).resolve().parents[2] / "python" / "mla_fp8kv" / "kernel"
+MODULES = {
+    (E4M3, 64, False): "mla_fp8kv_1_kv_e4m3_kpe_64",
+    (E4M3, 0, False): "mla_fp8kv_1_kv_e4m3_kpe_0",
+    (E5M2, 64, False): "mla_fp8kv_1_kv_e5m2_kpe_64",
+    (E4M3, 64, True): "mla_fp8kv_1_kv_e4m3_kpe_64_bits",
+}
+
+
+@pytest.fixture
+def jit(flashinfer):
+    import mla_fp8kv.jit
+
+    return mla_fp8kv.jit
+
+
+@pytest.mark.parametrize("key", MODULES)
+def test_specification(jit, key):
+    spec = jit.gen_module(*key)
+    assert spec.name == jit.module_uri(*key) == MODULES[key]
+    assert [path.name for path in spec.sources] == ["mla_fp8kv_plan.cu", "mla_fp8kv_run.cu"]
+    assert all(path.is_file() and path.is_relative_to(KERNEL) for path in spec.sources)
+    assert spec.extra_include_dirs == [KERNEL]
+    flags = spec.extra_cuda_cflags
+    assert f"-DMLA_FP8KV_E5M2={int(key[0] == E5M2)}" in flags
+    assert f"-DMLA_FP8KV_KPE={key[1]}" in flags
+    assert f"-DMLA_FP8KV_DEQUANT_BITS={int(key[2])}" in flags
+    assert {"-std=c++17", "-O3", "-DNDEBUG", "-Xptxas=-warn-spills"} <= set(flags)
+    assert "-use_fast_math" not in flags
+    assert not any(flag.startswith("-gencode") for flag in flags)
+
+
+def test_names_are_ours_alone(jit, flashinfer):
+    from flashinfer.jit.attention.modules import get_batch_mla_uri
+
+    upstream = {
+        get_batch_mla_uri(backend, BF16, E4M3, BF16, torch.int32, 512, kpe, False)
+        for backend in ("fa2", "fa3")
+        for kpe in (64, 0)
+    }
+    assert not upstream & set(MODULES.values())
+    assert len(set(MODULES.values())) == len(MODULES)
+
+
+def test_an_ahead_of_time_copy_is_found_by_name(jit, flashinfer, tmp_path, monkeypatch):
+    from flashinfer.jit import env as jit_env
+
+    monkeypatch.setattr(jit_env, "FLASHINFER_AOT_DIR", tmp_path)
+    spec = jit.gen_module(E4M3, 64)
+    assert not spec.is_aot
+    library = tmp_path / spec.name / f"{spec.name}.so"
+    library.parent.mkdir()
+    library.touch()
+    assert spec.is_aot
+    assert spec.get_library_path() == library
+
+
+def test_environment_selects_the_conversion(jit, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(jit, "_load", lambda *key: loaded.append(key))
+    for value in (None, "", "bits"):
+        if value is None:
+            monkeypatch.delenv("MLA_FP8KV_DEQUANT", raising=False)
+        else:
+            monkeypatch.setenv("MLA_FP8KV_DEQUANT", value)
+        jit.get_module(E4M3, 64)
+    assert loaded == [(E4M3, 64, False), (E4M3, 64, False), (E4M3, 64, True)]
+    monkeypatch.setenv("MLA_FP8KV_DEQUANT", "cvt")
+    with pytest.raises(ValueError) as refusal:
+        jit.get_module(E4M3, 64)
+    assert str(refusal.value) == "MLA_FP8KV_DEQUANT must be unset or 'bits', got 'cvt'."
+
+
+def test_modules_are_loaded_once(jit, monkeypatch):
+    made = []
+
+    class Spec:
+        name = "module"
+
+        def build_and_load(self):
+            made.append(self)
+            return self
+
+    monkeypatch.setattr(jit, "gen_module", lambda *key: Spec())
+    jit._load.cache_clear()
+    first = jit.get_module(E4M3, 64)
+    assert jit.get_module(E4M3, 64) is first
+    assert jit.get_module(E5M2, 64) is not first
+    assert len(made) == 2
+    jit._load.cache_clear()
+
+
+def test_a_cache_that_cannot_be_written_is_named(jit, flashinfer, monkeypatch):
+    from flashinfer.jit import env as jit_env
+
+    class Spec:
+        name = "mla_fp8kv_1_kv_e4m3_kpe_64"
+
+        def build_and_load(self):
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(jit, "gen_module", lambda *key: Spec())
+    jit._load.cache_clear()
+    with pytest.raises(RuntimeError) as refusal:
+        jit.get_module(E4M3, 64)
+    assert str(refusal.value) == (
+        f"The FP8 MLA module {Spec.name} cannot be written to {jit_env.FLASHINFER_JIT_DIR} "
+        "([Errno 13] Permission denied); set FLASHINFER_WORKSPACE_BASE to a directory that can be "
+        "written."
+    )
+
+
+def run_python(code, *path):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(map(str, path)), "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.split()
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, mla_fp8kv; print(*[m for m in ('torch', 'flashinfer') if m in sys.modules])"
+    assert run_python(code, KERNEL.parents[1]) == []
+
+
+def test_importing_the_backend_leaves_the_gpu_alone(trees, tmp_path):
+    code = (
+        f"import os; os.environ['FLASHINFER_WORKSPACE_BASE'] = {str(tmp_path)!r}\n"
+        "import torch, mla_fp8kv.jit, mla_fp8kv.backend\n"
+        "print(torch.cuda.is_initialized())"
+    )
+    assert run_python(code, trees.patched, KERNEL.parents[1]) == ["False"]

@@ -1,0 +1,152 @@
+"""Wrong input gets its sentence, reaches no module, and leaves the wrapper usable."""
+
+import pytest
+import torch
+from calls import E4M3, csr, make, plan_flat, tensors
+from refusals import PLAN, RUN, Call
+
+
+def wrapper_of(flashinfer, call, backend):
+    return flashinfer.mla.BatchMLAPagedAttentionWrapper(call.workspace, backend=backend)
+
+
+# With "auto", upstream's other backends answer to a BMM scale mode.
+PLANS = [
+    (name, way) for name in PLAN for way in ("fa2", "auto") if (name, way) != ("BMM scales", "auto")
+]
+
+
+@pytest.mark.parametrize("name, backend", PLANS)
+def test_plan(flashinfer, device, name, backend):
+    change, sentence = PLAN[name]
+    call, good = Call("cpu"), Call("cpu")
+    wrapper = wrapper_of(flashinfer, call, backend)
+    good.do_plan(wrapper)
+    module = device.module("fp8kv", E4M3, 64)
+    change(call)
+    with pytest.raises(ValueError) as refusal:
+        call.do_plan(wrapper)
+    assert str(refusal.value) == sentence
+    assert len(module.plans) == 1
+    good.do_run(wrapper)
+    good.do_plan(wrapper)
+    good.do_run(wrapper)
+    assert (len(module.plans), len(module.runs)) == (2, 2)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_run(flashinfer, device, name):
+    change, sentence = RUN[name]
+    call, good = Call("cpu"), Call("cpu")
+    wrapper = wrapper_of(flashinfer, call, "auto")
+    call.do_plan(wrapper)
+    module = device.module("fp8kv", E4M3, 64)
+    change(call)
+    with pytest.raises(ValueError) as refusal:
+        call.do_run(wrapper)
+    assert str(refusal.value) == sentence
+    assert module.runs == []
+    good.do_run(wrapper)
+    assert len(module.runs) == 1
+
+
+def test_every_sentence_is_one_sentence():
+    for _, sentence in [*PLAN.values(), *RUN.values()]:
+        assert sentence.endswith(".") and ". " not in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize("sm", [(7, 0), (7, 5)])
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_older_gpus(flashinfer, device, sm, backend):
+    device.sm = sm
+    with pytest.raises(ValueError) as refusal:
+        plan_flat(make(flashinfer, backend), csr([5]))
+    assert str(refusal.value) == (
+        "MLA with an FP8 KV cache needs compute capability 8.0 or newer, "
+        f"this device has {sm[0]}.{sm[1]}."
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_cpu(flashinfer, backend):
+    """No pretended device here: the workspace is on the CPU and that is what is said."""
+    with pytest.raises(ValueError) as refusal:
+        plan_flat(make(flashinfer, backend), csr([5]))
+    assert str(refusal.value) == (
+        "MLA with an FP8 KV cache runs on CUDA devices of compute capability 8.0 or newer; "
+        "float_workspace_buffer is on cpu."
+    )
+
+
+def test_tensors_on_another_device(flashinfer, device):
+    wrapper = make(flashinfer)
+    plan_flat(wrapper, csr([5, 7]))
+    for index, name in enumerate(("q_nope", "q_pe", "ckv_cache", "kpe_cache")):
+        given = list(tensors())
+        given[index] = given[index].to("meta")
+        with pytest.raises(ValueError) as refusal:
+            wrapper.run(*given)
+        assert str(refusal.value) == f"{name} must be on the wrapper's device cpu, got meta."
+    for name, text in [("out", "out"), ("lse", "lse")]:
+        shape = (2, 8, 512) if name == "out" else (2, 8)
+        dtype = torch.bfloat16 if name == "out" else torch.float32
+        given = {name: torch.empty(shape, dtype=dtype, device="meta")}
+        with pytest.raises(ValueError) as refusal:
+            wrapper.run(*tensors(), return_lse=True, **given)
+        assert str(refusal.value) == f"{text} must be on the wrapper's device cpu, got meta."
+
+
+def test_profiler_off_sm90(flashinfer, device):
+    device.sm = (8, 9)
+    with pytest.raises(ValueError) as refusal:
+        make(flashinfer, "fa2").plan(
+            *csr([5]), 8, 512, 64, 1, False, 0.1, torch.bfloat16, E4M3, True
+        )
+    assert str(refusal.value) == (
+        "use_profiler=True is supported with an FP8 KV cache on SM90 only, by backend='fa3'."
+    )
+
+
+def test_strided_workspace(flashinfer, device):
+    workspace = torch.empty(4096, 2, dtype=torch.uint8)[:, 0]
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
+    with pytest.raises(ValueError) as refusal:
+        plan_flat(wrapper, csr([5]))
+    assert str(refusal.value) == "float_workspace_buffer must be contiguous, got strides (2,)."
+
+
+def test_misaligned_workspace(flashinfer, device):
+    workspace = torch.empty(4096, dtype=torch.uint8)[4:]
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
+    with pytest.raises(ValueError) as refusal:
+        plan_flat(wrapper, csr([5]))
+    assert str(refusal.value) == (
+        "float_workspace_buffer must start on a 16-byte boundary, got an address 4 bytes past one."
+    )
+
+
+def test_graph_without_buffers(flashinfer, device):
+    wrapper = make(flashinfer, use_cuda_graph=True, qo_indptr=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError) as refusal:
+        plan_flat(wrapper, csr([5]))
+    assert str(refusal.value) == (
+        "use_cuda_graph=True needs the reserved buffers qo_indptr, kv_indptr, kv_indices and "
+        "kv_len_arr, got none for kv_indptr, kv_indices, kv_len_arr."
+    )
+
+
+def test_a_flat_plan_must_name_the_pages_it_has(flashinfer, device):
+    """Flat metadata of other batch sizes passes upstream's check, so the end of it is looked at."""
+    qo_indptr, kv_indptr, kv_indices, kv_len = csr([5, 7])
+    longer = torch.cat([qo_indptr, qo_indptr[-1:]])
+    plan_flat(make(flashinfer), (longer, kv_indptr, kv_indices, kv_len))
+    with pytest.raises(ValueError) as refusal:
+        plan_flat(make(flashinfer), (longer, kv_indptr, kv_indices[:10], kv_len))
+    assert str(refusal.value) == "kv_indices must hold the 12 pages that kv_indptr names, got 10."
+
+
+def test_explicit_fa3_keeps_upstreams_refusals(flashinfer, device):
+    with pytest.raises(ValueError, match="FP8 kv_data_type for MLA currently only supports"):
+        plan_flat(make(flashinfer, "fa3"), csr([5]), q=torch.float16)
+    with pytest.raises(ValueError, match="not supported by the fa3 backend"):
+        plan_flat(make(flashinfer, "fa3"), csr([5]), kv=torch.float8_e5m2)
