@@ -51,6 +51,10 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
 
     _plan_capabilities = _BatchMLAPagedAttentionFa2Backend._plan_capabilities
 
+    def __init__(self, *, int_workspace_buffer=None, **arguments) -> None:
+        super().__init__(int_workspace_buffer=int_workspace_buffer, **arguments)
+        self._int_workspace_is_new = int_workspace_buffer is None
+
     @classmethod
     def preflight_plan_from_wrapper(cls, args) -> None:
         csr = args.csr()
@@ -123,6 +127,9 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
                 f"kv_indices must hold the {pages} pages that kv_indptr names, "
                 f"got {kv_indices.numel()}."
             )
+        if self._int_workspace_is_new:
+            # Its address may be that of a freed workspace, whose captured graphs are gone with it.
+            module.forget(self._int_workspace_buffer)
         plan_info, staged_bytes = module.plan_with_staged_workspace_bytes(
             self._float_workspace_buffer,
             self._int_workspace_buffer,

@@ -59,7 +59,6 @@ def flashinfer(trees, tmp_path_factory):
         patch.syspath_prepend(str(REPO / "python"))
         patch.syspath_prepend(str(trees.patched))
         import flashinfer.mla
-
         import mla_fp8kv.backend  # noqa: F401
 
         assert Path(flashinfer.__file__).is_relative_to(trees.patched)
@@ -73,6 +72,10 @@ class RecordingModule:
         self.key = key
         self.plans = []
         self.runs = []
+        self.forgotten = []
+
+    def forget(self, int_workspace):
+        self.forgotten.append(int_workspace)
 
     def plan(self, *args):
         self.plans.append(args)
@@ -98,11 +101,10 @@ def device(flashinfer, monkeypatch):
 
     pretended = Device()
     pretended.modules = {}
-    from flashinfer.mla._batch_mla import _auto_policy, _wrapper
-    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
-
     import mla_fp8kv.capability
     import mla_fp8kv.jit
+    from flashinfer.mla._batch_mla import _auto_policy, _wrapper
+    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
 
     def capability(_device=None):
         return pretended.sm

@@ -101,6 +101,8 @@ def test_plan_arguments_of_the_flat_form(flashinfer, device):
     assert args[6:] == (12, 512, True)
     assert wrapper._plan_info == [1]
     assert wrapper._cached_module is module
+    plan_flat(wrapper, metadata, heads=12, causal=True)
+    assert list(map(id, module.forgotten)) == [id(args[1]), id(wrapper._int_workspace_buffer)]
 
 
 @pytest.mark.parametrize("form", ["csr-packed", "csr-split", "dense-split"])
@@ -258,6 +260,8 @@ def test_cuda_graph_keeps_buffers_and_workspace(flashinfer, device, backend):
     assert wrapper._int_workspace_buffer is int_workspace
     assert wrapper._pin_memory_int_workspace_buffer.shape == int_workspace.shape
     assert wrapper._cached_module is module
+    # What a captured graph has fixed is kept with its workspace; only a new one starts afresh.
+    assert [given is int_workspace for given in module.forgotten] == [True]
     for name, attribute in [
         ("qo_indptr", "_qo_indptr_buf"),
         ("kv_indptr", "_kv_indptr_buf"),
