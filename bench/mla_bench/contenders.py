@@ -72,18 +72,32 @@ def plan(case: Case, backend: str, kv_dtype: torch.dtype, table: PageTable):
     return wrapper
 
 
-def _through_wrapper(case, backend, kv_dtype, pools, table, before=None, **scales) -> Prepared:
+def _through_wrapper(
+    case: Case,
+    backend: str,
+    kv_dtype: torch.dtype,
+    pools: list[torch.Tensor],
+    table: PageTable,
+    before: Callable[[int], None] | None = None,
+    **scales: float,
+) -> Prepared:
     """Layers that run the wrapper over `pools`, each after `before(layer)` if that is given."""
     wrapper = plan(case, backend, kv_dtype, table)
     query = case.q[..., :HEAD_DIM_CKV], case.q[..., HEAD_DIM_CKV:]
     layers = [caches(pool, table.page_size) for pool in pools]
 
+    group_scales = case.group_scales if case.row.group_scales else [None] * len(layers)
+
     def run_layer(layer: int) -> torch.Tensor:
         if before is not None:
             before(layer)
-        if case.row.group_scales:
-            scales["ckv_scale_arr"] = case.group_scales[layer]
-        return wrapper.run(query=query, kv_cache=layers[layer], out=case.out, **scales)
+        return wrapper.run(
+            query=query,
+            kv_cache=layers[layer],
+            out=case.out,
+            ckv_scale_arr=group_scales[layer],
+            **scales,
+        )
 
     return Prepared(run_layer, case.row.page_size, wrapper)
 
@@ -99,10 +113,13 @@ def ours(case: Case, variant: Variant, loads_only: bool = False) -> Prepared:
         prepared = _through_wrapper(
             case, variant.backend, case.pools.dtype, case.pools.fp8, case.table
         )
-    build = [name for name in BUILD_VARIABLES if name in env]
-    default = jit.get_module(case.pools.dtype, HEAD_DIM_KPE)
-    if build and prepared.wrapper._cached_module is default:
-        raise Unavailable(f"{' and '.join(build)} selected the default module")
+        built = jit.get_module(case.pools.dtype, HEAD_DIM_KPE)
+    # A variable that this build does not know would pass the default module's time off as another's.
+    needs = " and ".join(name for name in BUILD_VARIABLES if name in env)
+    if needs and built is jit.get_module(case.pools.dtype, HEAD_DIM_KPE):
+        raise Unavailable(f"{needs} selected the default module")
+    if needs and prepared.wrapper._cached_module is not built:
+        raise Unavailable(f"{variant.backend} took another backend, which has no {needs}")
     return prepared
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 import uuid
@@ -44,10 +45,10 @@ def measure(case: Case, prepared: Prepared, check: bool = True) -> Measured:
     return Measured(graph, graph.time(), rel_err)
 
 
-def _reason(error: Exception) -> str:
-    """The first line of an error, for the reader of the results."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+def reason(error: Exception) -> str:
+    """The first line of an error for the reader of the results, without this machine's folders."""
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {re.sub(r'(?:/[^/ ]+)+/', '', first)}".removesuffix(": ")
 
 
 class Run:
@@ -104,7 +105,7 @@ class Run:
             self.result["host"] = host_cost.measure(pools)
         except Exception as error:
             self._give_up_if_broken(error)
-            self.result["unavailable"]["host"] = _reason(error)
+            self.result["unavailable"]["host"] = reason(error)
 
     def _measure_row(self, case: Case, variants, baselines) -> list[dict]:
         """Records of the variants that run; the others are named with the reason."""
@@ -115,7 +116,7 @@ class Run:
                 measured = measure(case, baseline.prepare(case))
             except Exception as error:
                 self._give_up_if_broken(error)
-                unavailable[baseline.name] = _reason(error)
+                unavailable[baseline.name] = reason(error)
             else:
                 baseline_us[baseline.name] = measured.timing.us
                 baseline_rel_err[baseline.name] = measured.rel_err
@@ -129,7 +130,7 @@ class Run:
                 measured = measure(case, prepared)
             except Exception as error:
                 self._give_up_if_broken(error)
-                self.result["unavailable"][f"{row.name} {variant.name}"] = _reason(error)
+                self.result["unavailable"][f"{row.name} {variant.name}"] = reason(error)
                 continue
             wrapper = prepared.wrapper
             missing = dict(unavailable)
@@ -139,7 +140,7 @@ class Run:
                 loads_only_us = loads.timing.us
             except Exception as error:
                 self._give_up_if_broken(error)
-                missing["loads only"] = _reason(error)
+                missing["loads only"] = reason(error)
             us = measured.timing.us
             records.append(
                 {

@@ -18,6 +18,10 @@ def module(kv_dtype, loads_only=False):
     return _MODULES.setdefault((kv_dtype, loads_only), Module())
 
 
+def _loads_only() -> bool:
+    return "MLA_FP8KV_LOADS_ONLY" in os.environ
+
+
 class Metadata:
     @classmethod
     def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
@@ -30,6 +34,7 @@ class Wrapper:
     """Plans and runs like BatchMLAPagedAttentionWrapper; `broken` makes it return zeros."""
 
     broken = False
+    auto_is_fa3 = False
 
     def __init__(self, workspace, backend):
         self._backend = backend
@@ -41,7 +46,9 @@ class Wrapper:
         self.csr = metadata.csr_fields
         self.page_size, self.causal, self.kv_dtype = page_size, causal, kv_data_type
         # Like the build before it learned of it, the stand-in has no module for bits.
-        self._cached_module = module(kv_data_type, "MLA_FP8KV_LOADS_ONLY" in os.environ)
+        self._cached_module = module(kv_data_type, _loads_only())
+        if self._backend == "auto" and self.auto_is_fa3:
+            self._cached_module = module("fa3")
         self._plan_info = [int(os.environ.get("MLA_FP8KV_SMEM_LIMIT", 0))]
 
     def run(self, *, query, kv_cache, out, ckv_scale_arr=None, **_):
@@ -66,7 +73,7 @@ def packages() -> dict[str, types.ModuleType]:
     mla.BatchMLAPagedAttentionWrapper, mla.MLAPlanMetadata = Wrapper, Metadata
     flashinfer.mla = mla
     ours, jit = types.ModuleType("mla_fp8kv"), types.ModuleType("mla_fp8kv.jit")
-    jit.get_module = lambda kv_dtype, head_dim_kpe: module(kv_dtype)
+    jit.get_module = lambda kv_dtype, head_dim_kpe: module(kv_dtype, _loads_only())
     ours.jit = jit
     return {
         "flashinfer": flashinfer,

@@ -171,3 +171,17 @@ def test_no_plan_meets_the_workspace_of_an_earlier_one(small_pools):
         offsets = {part.storage_offset() for part in (first, second)}
         assert not offsets & addresses, "a new pool may lie where the old one was"
         addresses |= offsets
+
+
+def test_reasons_are_one_line_and_name_no_folder():
+    error = OSError("no module /home/me/.cache/x/mla.so or a/b here\nsecond line")
+    assert measure.reason(error) == "OSError: no module mla.so or a/b here"
+    assert measure.reason(KeyError()) == "KeyError"
+    assert len(measure.reason(ValueError("x" * 999))) < 250
+
+
+def test_another_backend_gives_no_loads_only_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "auto_is_fa3", True)
+    native, auto = run(tmp_path / "r.json", variants="native,auto")["rows"]
+    assert (native["loads_only_us"], auto["loads_only_us"]) == (8.0, None)
+    assert "auto took another backend" in auto["unavailable"]["loads only"]
