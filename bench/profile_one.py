@@ -19,7 +19,6 @@ def main(argv: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     import torch
-
     from mla_bench.case import Case, Pools
     from mla_bench.contenders import BASELINES, ours
 

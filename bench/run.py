@@ -12,7 +12,15 @@ import sys
 from pathlib import Path
 
 from mla_bench import results
-from mla_bench.rows import COMMIT_VARIABLE, QUICK_ROWS, ROWS, VARIANTS, extra_variant, select
+from mla_bench.rows import (
+    BUILD_VARIABLES,
+    PLAN_VARIABLES,
+    QUICK_ROWS,
+    ROWS,
+    VARIANTS,
+    extra_variant,
+    select,
+)
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -64,7 +72,6 @@ def without_out(argv: list[str]) -> list[str]:
 def main(argv: list[str]) -> int:
     options = parse_arguments(argv)
     import torch  # after the arguments: --help must not wait for it
-
     from mla_bench import machine
     from mla_bench.contenders import BASELINES
     from mla_bench.measure import Run
@@ -82,9 +89,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    given = [
-        name for name in os.environ if name.startswith("MLA_FP8KV_") and name != COMMIT_VARIABLE
-    ]
+    given = [name for name in BUILD_VARIABLES + PLAN_VARIABLES if name in os.environ]
     if given:
         print(f"bench: unset {', '.join(given)}: variants set them.", file=sys.stderr)
         return 2

@@ -114,7 +114,7 @@ def ours(case: Case, variant: Variant, loads_only: bool = False) -> Prepared:
             case, variant.backend, case.pools.dtype, case.pools.fp8, case.table
         )
         built = jit.get_module(case.pools.dtype, HEAD_DIM_KPE)
-    # A variable that this build does not know would pass the default module's time off as another's.
+    # A variable this build does not know would pass the default module's time off as another's.
     needs = " and ".join(name for name in BUILD_VARIABLES if name in env)
     if needs and built is jit.get_module(case.pools.dtype, HEAD_DIM_KPE):
         raise Unavailable(f"{needs} selected the default module")

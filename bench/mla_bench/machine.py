@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-from .rows import COMMIT_VARIABLE
-
 _ROOT = Path(__file__).resolve().parents[2]
 _CLOCKS = (
     "clocks.sm",
@@ -28,7 +26,7 @@ _CLOCKS = (
 
 def commit() -> str:
     """Commit of the tree: MLA_FP8KV_COMMIT, git, or the COMMIT file of a bundle; else "unknown"."""
-    if given := os.environ.get(COMMIT_VARIABLE):
+    if given := os.environ.get("MLA_FP8KV_COMMIT"):
         return given
     if (_ROOT / ".git").exists() and shutil.which("git"):
         command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40"]

@@ -98,10 +98,9 @@ class Variant:
         return env | {"MLA_FP8KV_LOADS_ONLY": "1"}
 
 
-# These choose a compiled module; the other variables only change the plan.
+# The former choose a compiled module, the latter only change the plan.
 BUILD_VARIABLES = ("MLA_FP8KV_DEQUANT", "MLA_FP8KV_LOADS_ONLY")
-
-COMMIT_VARIABLE = "MLA_FP8KV_COMMIT"  # says what was built where there is no git; no variant
+PLAN_VARIABLES = ("MLA_FP8KV_SMEM_LIMIT", "MLA_FP8KV_CTAS_PER_SM", "MLA_FP8KV_TILE_ROWS")
 
 NATIVE = "native"
 _LIMIT_100K = {"MLA_FP8KV_SMEM_LIMIT": "101376"}
@@ -203,8 +202,11 @@ def extra_variant(text: str) -> Variant:
     """The variant of "NAME:VARIABLE=VALUE[,...]", to try a build or plan variable in one run."""
     name, _, assignments = text.partition(":")
     env = dict(item.partition("=")[::2] for item in assignments.split(","))
-    if not name or not all(key.startswith("MLA_FP8KV_") and value for key, value in env.items()):
-        raise ValueError(f"an extra variant is NAME:MLA_FP8KV_X=VALUE[,...], got {text!r}.")
+    known = BUILD_VARIABLES + PLAN_VARIABLES
+    if not name or not all(key in known and value for key, value in env.items()):
+        raise ValueError(
+            f"an extra variant is NAME:VARIABLE=VALUE[,...] with {', '.join(known)}, got {text!r}."
+        )
     if name in {variant.name for variant in VARIANTS}:
         raise ValueError(f"{name} is a variant already.")
     return Variant(name, env, note=text)

@@ -87,7 +87,7 @@ def test_kv_of_the_large_rows_does_not_stay_in_l2():
 def test_an_extra_variant_sets_variables_of_this_project_only():
     variant = extra_variant("t32:MLA_FP8KV_TILE_ROWS=32,MLA_FP8KV_DEQUANT=bits")
     assert variant.env == {"MLA_FP8KV_TILE_ROWS": "32", "MLA_FP8KV_DEQUANT": "bits"}
-    for text in ("t32", ":MLA_FP8KV_X=1", "t:PATH=/", "t:MLA_FP8KV_X=", "t:"):
+    for text in ("t32", ":MLA_FP8KV_TILE_ROWS=1", "t:PATH=/", "t:MLA_FP8KV_TILE_ROWS=", "t:"):
         with pytest.raises(ValueError, match="an extra variant is NAME:"):
             extra_variant(text)
     with pytest.raises(ValueError, match="bits is a variant already"):

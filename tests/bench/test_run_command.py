@@ -33,7 +33,7 @@ def test_list_names_rows_variants_and_baselines(capsys):
 
 def test_variables_of_variants_must_not_be_set_outside(capsys, monkeypatch):
     pytest.importorskip("torch", reason="the harness needs torch")
-    monkeypatch.setenv("MLA_FP8KV_COMMIT", "abc")
+    monkeypatch.setenv("MLA_FP8KV_CACHE", "abc")
     monkeypatch.setenv("MLA_FP8KV_DEQUANT", "bits")
     assert run.main([]) == 2
     assert capsys.readouterr().err == "bench: unset MLA_FP8KV_DEQUANT: variants set them.\n"
