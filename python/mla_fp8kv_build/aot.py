@@ -48,9 +48,7 @@ def build(
     return libraries
 
 
-def _specs(
-    python: Path, site: Path, archs: list[Arch], toolkit: Toolkit, work: Path
-) -> list[dict]:
+def _specs(python: Path, site: Path, archs: list[Arch], toolkit: Toolkit, work: Path) -> list[dict]:
     listed = work / "modules.json"
     environment = {
         **os.environ,

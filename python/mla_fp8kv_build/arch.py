@@ -7,7 +7,7 @@ from mla_fp8kv_build.errors import BuildError
 
 @dataclass(frozen=True)
 class Arch:
-    """One compile target. `name` is what follows sm_; `smem_limit` is bytes a block can opt in to."""
+    """A compile target: what follows sm_ in its name, and the bytes a block can opt in to."""
 
     name: str
     smem_limit: int

@@ -97,7 +97,9 @@ def slim_files(pin: Pin, python: Path, site: Path) -> list[str]:
     )
     if result.returncode:
         last = result.stderr.strip().splitlines()[-1:]
-        raise BuildError(f"The built package cannot be imported: {last[0] if last else 'no reason'}.")
+        raise BuildError(
+            f"The built package cannot be imported: {last[0] if last else 'no reason'}."
+        )
     loaded = {Path(line) for line in result.stdout.splitlines() if line.startswith(f"{site}/")}
     for folder in _WHOLE:
         loaded |= set(files.source_files(site / folder))

@@ -71,9 +71,7 @@ def record_problems(pin: Pin, archive: zipfile.ZipFile) -> list[str]:
     return problems
 
 
-def content_problems(
-    pin: Pin, archive: zipfile.ZipFile, ours: dict[str, bytes]
-) -> list[str]:
+def content_problems(pin: Pin, archive: zipfile.ZipFile, ours: dict[str, bytes]) -> list[str]:
     """Each member is ours, or upstream's to the byte, or patched to the recorded hash."""
     touched = series.expected(pin)
     info = overlay.dist_info(pin, pin.wheel_version)

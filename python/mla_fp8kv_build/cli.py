@@ -4,17 +4,29 @@ import argparse
 import sys
 from pathlib import Path
 
+from mla_fp8kv_build import (
+    arch,
+    bundle,
+    env,
+    files,
+    lint,
+    resources,
+    series,
+    site,
+    suite,
+    toolchain,
+    wheel,
+)
 from mla_fp8kv_build import pin as pins
-from mla_fp8kv_build import arch, bundle, env, files, series, site, toolchain, wheel
 from mla_fp8kv_build.errors import BuildError, disk_full
-from mla_fp8kv_build.paths import BUILD, DIST, cache
+from mla_fp8kv_build.paths import BUILD, DIST, ROOT, cache
 from mla_fp8kv_build.steps import Steps
 
 
 def main(arguments: list[str]) -> int:
     """Run one command; failures the user can act on are one sentence on stderr."""
     options, rest = _parser().parse_known_args(arguments)
-    if rest and options.command != "test":
+    if rest and options.command not in ("test", "bench"):
         print(f"error: build.sh does not know {rest[0]}; see './build.sh --help'.", file=sys.stderr)
         return 2
     try:
@@ -56,10 +68,20 @@ def _parser() -> argparse.ArgumentParser:
     patches = command("patches", _patches, "export the patch series")
     patches.add_argument("action", choices=["refresh"])
     patches.add_argument("into", nargs="?", help="patch that takes the edits (default: the last)")
+    resource = command("resources", _resources, "registers, spills and shared memory of variants")
+    resource.add_argument("--arch", metavar="LIST", help="such as 90a,120a (default: all)")
+    resource.add_argument("--json", action="store_true", help="print JSON instead of the table")
     bundle_command = command("bundle", _bundle, "make an offline bundle for a GPU server")
     bundle_command.add_argument("--arch", required=True, metavar="LIST", help="such as 90a,120a")
     bundle_command.add_argument("-o", dest="output", type=Path, metavar="FILE")
     bundle_command.add_argument("--python", default="3.12", help="Python version of the server")
+    test = command("test", _test, "run the tests that need no GPU; further arguments go to pytest")
+    which = test.add_mutually_exclusive_group()
+    which.add_argument("--sglang", action="store_true", help="the plug-in on the real SGLang")
+    which.add_argument("--mutations", action="store_true", help="faults the tests must find")
+    linter = command("lint", _lint, "check formats, lint rules and the patch series")
+    linter.add_argument("--fix", action="store_true", help="correct what the tools can")
+    command("bench", _bench, "run bench/run.py on this machine's GPU; arguments go to it")
     return parser
 
 
@@ -94,3 +116,39 @@ def _bundle(options: argparse.Namespace, _: list[str]) -> None:
     with files.lock(BUILD / "bundle.lock"):
         bundle.bundle(pin, python, unpacked, archs, toolkit, options.python, target, steps)
     print(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
+
+
+def _test(options: argparse.Namespace, rest: list[str]) -> int:
+    pin = pins.load(options.base)
+    if options.sglang:
+        return suite.test_sglang(pin, rest)
+    if options.mutations:
+        return suite.test_mutations(pin, rest)
+    return suite.test(pin, rest)
+
+
+def _lint(options: argparse.Namespace, _: list[str]) -> int:
+    bases = [pins.load(version) for version in pins.supported()]
+    with files.lock(BUILD / "lock"):
+        for pin in bases:
+            wheel.pristine(pin, Steps())
+        return lint.lint(bases, options.fix)
+
+
+def _bench(options: argparse.Namespace, rest: list[str]) -> int:
+    pin = pins.load(options.base)
+    return suite.run_python(pin, "dev", [str(ROOT / "bench" / "run.py"), *rest], Steps())
+
+
+def _resources(options: argparse.Namespace, _: list[str]) -> int:
+    archs = arch.parse_list(options.arch) if options.arch else list(arch.SUPPORTED)
+    toolkit = toolchain.find()
+    with files.lock(BUILD / "resources.lock"):
+        rows = resources.table(archs, toolkit, toolchain.tvm_ffi_includes(env.ensure("dev")))
+    if options.json:
+        print(resources.as_json(rows, toolkit))
+        return int(any(row.problem for row in rows))
+    print(resources.show(rows, toolkit))
+    for skipped in (one for one in archs if one.name not in {row.arch for row in rows}):
+        print(f"sm_{skipped.name} is not known to nvcc {toolkit.version}")
+    return int(any(row.problem for row in rows))

@@ -5,6 +5,7 @@ module and what it imports use the standard library only.
 """
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ REQUIREMENTS = {
     "sglang": ROOT / "requirements-sglang.txt",
     "nvcc": ROOT / "requirements-nvcc.txt",
 }
+# Asking an sdist of FlashInfer for its metadata runs upstream's build hooks; these are upstream's
+# own switches against compiling libraries and installing packages there.
+UPSTREAM_SWITCHES = {"BUILD_NVEP": "0", "FLASHINFER_BUILD_NO_PIP": "1"}
 _GIGABYTES = {"build": 0.1, "dev": 3, "sglang": 14, "nvcc": 1}
 
 
@@ -34,6 +38,7 @@ def run_pip(python: Path | str, *arguments: str) -> subprocess.CompletedProcess:
     """Run pip of an environment, with its output captured as text in `stdout`."""
     return subprocess.run(
         [str(python), "-m", "pip", "--disable-pip-version-check", *arguments],
+        env={**os.environ, **UPSTREAM_SWITCHES},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,10 +12,6 @@ from mla_fp8kv_build.paths import cache
 from mla_fp8kv_build.pin import Pin
 from mla_fp8kv_build.verify import verify
 
-# pip asks an sdist for its metadata, which runs upstream's build hooks; these are upstream's own
-# switches against compiling libraries and installing packages there.
-UPSTREAM_SWITCHES = {"BUILD_NVEP": "0", "FLASHINFER_BUILD_NO_PIP": "1"}
-
 
 def fetch(pin: Pin) -> Path:
     """Path of the verified sdist; only the first call of a machine needs a network."""
@@ -39,7 +35,6 @@ def _download(pin: Pin, kept: Path) -> None:
         wanted = directory / "requirements.txt"
         # With --hash pip itself refuses other bytes before it runs anything of theirs.
         wanted.write_text(f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n")
-        os.environ.update(UPSTREAM_SWITCHES)
         result = run_pip(
             sys.executable,
             *("download", "--no-deps", "--no-binary", pin.name, "--require-hashes"),

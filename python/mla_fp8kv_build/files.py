@@ -37,7 +37,10 @@ def source_files(directory: Path) -> list[Path]:
         for path in directory.rglob("*")
         if path.is_file()
         and path.suffix != ".pyc"
-        and not any(part == "__pycache__" or part.startswith(".") for part in path.parts)
+        and not any(
+            part == "__pycache__" or part.startswith(".")
+            for part in path.relative_to(directory).parts
+        )
     )
 
 

@@ -49,7 +49,9 @@ def find() -> Toolkit:
 
 
 def _candidates() -> list[Path]:
-    candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [
+        Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
+    ]
     on_path = shutil.which("nvcc")
     if on_path:
         candidates.append(Path(on_path).resolve().parents[1])
@@ -63,10 +65,19 @@ def _toolkit(home: Path) -> Toolkit:
     return Toolkit(home, release.group(2))
 
 
-def _run(nvcc: Path, *arguments: str) -> str:
+def _run(program: Path, *arguments: str) -> str:
     try:
         return subprocess.run(
-            [str(nvcc), *arguments], capture_output=True, text=True, check=True
+            [str(program), *arguments], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"{nvcc} {' '.join(arguments)} failed: {error}.") from error
+        raise BuildError(f"{program} {' '.join(arguments)} failed: {error}.") from error
+
+
+def tvm_ffi_includes(python: Path) -> list[Path]:
+    """The header folders of apache-tvm-ffi in the environment of `python`."""
+    program = (
+        "from tvm_ffi import libinfo; "
+        "print(libinfo.find_include_path()); print(libinfo.find_dlpack_include_path())"
+    )
+    return [Path(line) for line in _run(python, "-c", program).splitlines()]

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from mla_fp8kv_build import check, files, overlay, series
-from mla_fp8kv_build.env import REQUIREMENTS
+from mla_fp8kv_build.env import REQUIREMENTS, UPSTREAM_SWITCHES
 from mla_fp8kv_build.errors import BuildError
-from mla_fp8kv_build.fetch import UPSTREAM_SWITCHES, fetch
+from mla_fp8kv_build.fetch import fetch
 from mla_fp8kv_build.paths import BUILD, DIST
 from mla_fp8kv_build.pin import Pin
 from mla_fp8kv_build.steps import Steps
