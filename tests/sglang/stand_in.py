@@ -214,9 +214,10 @@ def model_runner(
 
 def fill_pool(pool, seed=0):
     """Random finite values in every layer of a real MLATokenToKVPool."""
-    generator = torch.Generator().manual_seed(seed)
+    device = pool.kv_buffer[0].device
+    generator = torch.Generator(device).manual_seed(seed)
     for buffer in pool.kv_buffer:
-        values = torch.randn(buffer.shape, generator=generator).to(pool.dtype)
+        values = torch.randn(buffer.shape, generator=generator, device=device).to(pool.dtype)
         buffer.copy_(values.view(buffer.dtype) if buffer.dtype == torch.uint8 else values)
 
 
@@ -257,7 +258,7 @@ def batch(mode, seq_lens, *, device="cpu", prefix_lens=None, spec_info=None, tok
     )
 
 
-def verify_input(draft_tokens, req_to_token):
+def verify_input(draft_tokens):
     """A verify step's SpecInput: `draft_tokens` new queries a request, their KV already stored."""
     from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
