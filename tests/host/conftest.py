@@ -1,0 +1,27 @@
+"""Lets the tests here import their modules, and compiles what the chosen tests need side by side."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+pytest.register_assert_rewrite("kernel_call")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Every kernel variant of a `case` parameter; the other tests mostly use the same ones."""
+    from host_library import compile_library
+    from kernel_call import Case, defines_of
+
+    parameters = (getattr(item, "callspec", None) for item in request.session.items)
+    cases = [p.params["case"] for p in parameters if p and isinstance(p.params.get("case"), Case)]
+    variants = {tuple(sorted(defines_of(case).items())) for case in cases}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(
+            lambda v: compile_library("kernel_runner.cpp", dict(v)), sorted(variants)
+        ):
+            pass

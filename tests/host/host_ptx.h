@@ -1,0 +1,249 @@
+// kernel/ptx.cuh on the CPU: the same wrappers, executed by a simt.h block with the numbers of
+// numerics.h.
+//
+// kernel/ptx.cuh includes this instead of its own text when MLA_FP8KV_HOST is defined.
+// MLA_FP8KV_HAS_CVT_E4M3 is 1 to run what SM89+ compiles to and 0 for older GPUs.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "numerics.h"
+#include "simt.h"
+
+#ifndef MLA_FP8KV_HAS_CVT_E4M3
+#error "define MLA_FP8KV_HAS_CVT_E4M3 to 0 or 1"
+#endif
+
+#define MLA_DEVICE inline __attribute__((always_inline))
+#define MLA_KERNEL(threads, min_ctas) inline void
+
+namespace mla_fp8kv::ptx {
+
+namespace h = mla_fp8kv::host;
+
+constexpr uint32_t kFullMask = 0xffffffffu;
+
+// ---- where am I
+MLA_DEVICE int thread_index() { return h::current->thread(); }
+MLA_DEVICE int block_index() { return h::current->block_x(); }
+MLA_DEVICE int block_index_y() { return h::current->block_y(); }
+MLA_DEVICE int grid_size() { return h::current->shape().grid_x; }
+MLA_DEVICE int grid_size_y() { return h::current->shape().grid_y; }
+MLA_DEVICE uint32_t shared_base() { return h::kSharedBase; }
+
+// ---- global memory
+struct alignas(8) U2 {
+  uint32_t x, y;
+};
+struct alignas(16) U4 {
+  uint32_t x, y, z, w;
+};
+
+template <class T>
+T load_global(const char* op, const T* p) {
+  h::current->read_global(op, p, sizeof(T));
+  T v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T>
+MLA_DEVICE T ld_const(const T* p) {
+  return load_global("ld_const", p);
+}
+template <class T>
+MLA_DEVICE T ld_fresh(const T* p) {
+  return load_global("ld_fresh", p);
+}
+template <class T>
+void st_global(T* p, T v) {
+  h::current->write_global("st_global", p, sizeof v);
+  std::memcpy(p, &v, sizeof v);
+}
+
+// ---- global -> shared, asynchronous
+__attribute__((noinline)) inline void copy_16(const char* op, uint32_t dst, const void* src,
+                                              bool valid) {
+  h::current->count_access(op, __builtin_return_address(0), dst, 16);
+  h::current->issue_copy(op, dst, src, valid);
+}
+MLA_DEVICE void cp_async_16(uint32_t dst, const void* src) { copy_16("cp.async", dst, src, true); }
+MLA_DEVICE void cp_async_16_or_zero(uint32_t dst, const void* src, bool valid) {
+  copy_16("cp.async", dst, src, valid);
+}
+MLA_DEVICE void cp_async_commit() { h::current->commit_copies(); }
+template <int Pending>
+MLA_DEVICE void cp_async_wait() {
+  h::current->wait_copies(Pending);
+}
+
+// ---- shared memory
+template <class T>
+__attribute__((noinline)) void ld_shared(T& v, uint32_t a) {
+  h::current->count_access("ld.shared", __builtin_return_address(0), a, sizeof v);
+  std::memcpy(&v, h::current->read_shared("ld.shared", a, sizeof v, thread_index()), sizeof v);
+}
+template <class T>
+__attribute__((noinline)) void st_shared(uint32_t a, T v) {
+  h::current->count_access("st.shared", __builtin_return_address(0), a, sizeof v);
+  std::memcpy(h::current->write_shared("st.shared", a, sizeof v, thread_index()), &v, sizeof v);
+}
+inline void atomic_max_shared(uint32_t a, uint32_t v) {
+  uint8_t* p = h::current->update_shared("red.shared.max", a, thread_index());
+  uint32_t old;
+  std::memcpy(&old, p, sizeof old);
+  if (v > old) std::memcpy(p, &v, sizeof v);
+}
+
+// ---- ldmatrix
+struct MatrixLoad {
+  uint32_t row;
+  uint32_t* r;
+};
+template <int Matrices, bool Transposed>
+void load_matrices(h::Block& block, MatrixLoad* const* lanes, int first) {
+  constexpr const char* op = Transposed ? "ldmatrix.trans" : "ldmatrix";
+  for (int j = 0; j < Matrices; ++j) {
+    uint16_t matrix[8][8];
+    h::Block::WarpAccess access{op, 16, 0xff, {}};
+    for (int i = 0; i < 8; ++i) {
+      access.addresses[i] = lanes[8 * j + i]->row;
+      std::memcpy(matrix[i], block.read_shared(op, lanes[8 * j + i]->row, 16, first + 8 * j + i),
+                  16);
+    }
+    block.count_passes(access);
+    for (int lane = 0; lane < h::kLanes; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      const uint32_t low = Transposed ? matrix[2 * t][g] : matrix[g][2 * t];
+      const uint32_t high = Transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+      lanes[lane]->r[j] = low | high << 16;
+    }
+  }
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+  MatrixLoad load{row, r};
+  h::current->collective("ldmatrix.x4", load, &load_matrices<4, false>);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
+  MatrixLoad load{row, r};
+  h::current->collective("ldmatrix.x4.trans", load, &load_matrices<4, true>);
+}
+inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
+  MatrixLoad load{row, r};
+  h::current->collective("ldmatrix.x2.trans", load, &load_matrices<2, true>);
+}
+
+// ---- tensor core
+struct MatrixProduct {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  MatrixProduct product{c, a, {b0, b1}};
+  h::current->collective<MatrixProduct>(
+      "mma", product, [](h::Block&, MatrixProduct* const* lanes, int) {
+        float all_c[h::kLanes][4];
+        uint32_t all_a[h::kLanes][4], all_b[h::kLanes][2];
+        for (int lane = 0; lane < h::kLanes; ++lane) {
+          std::memcpy(all_c[lane], lanes[lane]->c, sizeof all_c[lane]);
+          std::memcpy(all_a[lane], lanes[lane]->a, sizeof all_a[lane]);
+          std::memcpy(all_b[lane], lanes[lane]->b, sizeof all_b[lane]);
+        }
+        h::mma_m16n8k16_f16(all_c, all_a, all_b);
+        for (int lane = 0; lane < h::kLanes; ++lane) {
+          std::memcpy(lanes[lane]->c, all_c[lane], sizeof all_c[lane]);
+        }
+      });
+}
+
+// ---- conversions and arithmetic
+#if MLA_FP8KV_HAS_CVT_E4M3
+inline void cvt_e4m3x4_f16x2(uint32_t& p01, uint32_t& p23, uint32_t word) {
+  static const std::vector<uint16_t> table = [] {
+    std::vector<uint16_t> values;
+    for (int code = 0; code < 256; ++code) {
+      values.push_back(h::f16_from_e4m3(static_cast<uint8_t>(code)));
+    }
+    return values;
+  }();
+  p01 = table[word & 0xff] | static_cast<uint32_t>(table[word >> 8 & 0xff]) << 16;
+  p23 = table[word >> 16 & 0xff] | static_cast<uint32_t>(table[word >> 24]) << 16;
+}
+#endif
+MLA_DEVICE uint32_t pack_f16x2(float lo, float hi) {
+  return h::f16_from_float(lo) | static_cast<uint32_t>(h::f16_from_float(hi)) << 16;
+}
+MLA_DEVICE uint32_t pack_bf16x2(float lo, float hi) {
+  return h::bf16_from_float(lo) | static_cast<uint32_t>(h::bf16_from_float(hi)) << 16;
+}
+MLA_DEVICE void unpack_f16x2(uint32_t v, float& lo, float& hi) {
+  lo = h::float_from_f16(static_cast<uint16_t>(v));
+  hi = h::float_from_f16(static_cast<uint16_t>(v >> 16));
+}
+inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  float a0, a1, b0, b1;
+  unpack_f16x2(a, a0, a1);
+  unpack_f16x2(b, b0, b1);
+  return pack_f16x2(a0 * b0, a1 * b1);  // the products are exact in float
+}
+MLA_DEVICE float as_float(uint32_t v) { return h::float_of(v); }
+MLA_DEVICE uint32_t as_bits(float v) { return h::bits_of(v); }
+inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  }
+  return result;
+}
+MLA_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+MLA_DEVICE float max(float a, float b) { return std::fmax(a, b); }
+MLA_DEVICE float fma(float a, float b, float c) { return std::fma(a, b, c); }
+MLA_DEVICE float exp2(float x) { return h::ex2_approx_ftz(x); }
+MLA_DEVICE float log2(float x) { return h::lg2_approx_ftz(x); }
+MLA_DEVICE float divide(float a, float b) { return h::fdividef(a, b); }
+
+// ---- warp
+template <class T>
+struct Exchange {
+  T value, result;
+  int source;
+};
+template <class T>
+T exchange(const char* op, T v, int source) {
+  Exchange<T> mine{v, v, source % h::kLanes};
+  h::current->collective<Exchange<T>>(op, mine, [](h::Block&, Exchange<T>* const* lanes, int) {
+    for (int i = 0; i < h::kLanes; ++i) lanes[i]->result = lanes[lanes[i]->source]->value;
+  });
+  return mine.result;
+}
+MLA_DEVICE uint32_t shuffle(uint32_t v, int lane) { return exchange("shuffle", v, lane); }
+MLA_DEVICE float shuffle(float v, int lane) { return exchange("shuffle", v, lane); }
+MLA_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) {
+  return exchange("shuffle_xor", v, thread_index() ^ mask);
+}
+MLA_DEVICE float shuffle_xor(float v, int mask) {
+  return exchange("shuffle_xor", v, thread_index() ^ mask);
+}
+inline bool any(bool p) {
+  h::current->collective<bool>("any", p, [](h::Block&, bool* const* lanes, int) {
+    bool result = false;
+    for (int i = 0; i < h::kLanes; ++i) result = result || *lanes[i];
+    for (int i = 0; i < h::kLanes; ++i) *lanes[i] = result;
+  });
+  return p;
+}
+MLA_DEVICE void sync_warp() { h::current->sync_warp(); }
+
+// ---- block
+MLA_DEVICE void sync_block() { h::current->sync_block("sync_block", false); }
+MLA_DEVICE bool sync_block_or(bool p) { return h::current->sync_block("sync_block_or", p); }
+
+// ---- programmatic dependent launch
+MLA_DEVICE void wait_for_previous_kernel() { h::current->wait_for_previous_kernel(); }
+MLA_DEVICE void let_next_kernel_start() {}
+
+}  // namespace mla_fp8kv::ptx
