@@ -41,8 +41,9 @@ class Call:
             "q_data_type": BF16,
             "kv_data_type": E4M3,
         }
-        query = torch.zeros(2, 8, 576, dtype=BF16, device=self.device)
-        pool = torch.zeros(64, 4, 576, dtype=torch.uint8, device=self.device).view(E4M3)
+        query = torch.linspace(-1, 1, 2 * 8 * 576, device=self.device).to(BF16).view(2, 8, 576)
+        codes = torch.arange(64 * 4 * 576, device=self.device) % 120  # finite in both formats
+        pool = codes.to(torch.uint8).view(64, 4, 576).view(E4M3)
         self.tensors = {
             "q_nope": query[..., :512],
             "q_pe": query[..., 512:],

@@ -128,11 +128,11 @@ def graph_of(backend, make_step, requests, tokens_per_request, heads):
 
 
 @pytest.mark.parametrize(
-    "make_step, eager, queries",
-    [(steps.decode_step, steps.decode, 1), (steps.verify_step, steps.verify, 4)],
+    "make_step, queries",
+    [(steps.decode_step, 1), (steps.verify_step, 4)],
     ids=["decode", "verify"],
 )
-def test_graph_replays_with_growing_sequences(backends, make_step, eager, queries):
+def test_graph_replays_with_growing_sequences(backends, make_step, queries):
     requests = 3
     cast, ours = backends
     heads = ours.indices_updater_decode.num_local_heads

@@ -1,11 +1,11 @@
-"""The real upstream Python tree, pristine and patched, imported on a machine without a GPU.
+"""The patched package on a machine without a GPU, and the pristine tree to compare with.
 
-The sdist comes from FLASHINFER_SDIST or from the build's download cache. The patched tree goes on
-sys.path, a recording stand-in takes the place of the compiled module, and the compute capability
-is the one a test asks for.
+Under `./build.sh test` the package is the built wheel's. Without one, the patches are applied to
+the sdist of FLASHINFER_SDIST or of the build's download cache. A recording stand-in takes the place
+of the compiled module, and the compute capability is the one a test asks for.
 """
 
-import subprocess
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="the hooks run on torch tensors")
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPO / "tests" / "gpu"))  # the table of refusals is the GPU tests' own
-PATCHES = REPO / "patches" / "0.7.2"
+sys.path.append(str(REPO / "python"))  # last, so that a wheel is what is tested
 
 
 def pytest_configure(config):
@@ -27,6 +27,8 @@ def pytest_configure(config):
 
 @dataclass(frozen=True)
 class Trees:
+    """Folders with the package `flashinfer`: upstream's, and the same with the series applied."""
+
     pristine: Path
     patched: Path
 
@@ -35,33 +37,27 @@ class Trees:
 def trees(tmp_path_factory) -> Trees:
     sdist = upstream_tree.find_sdist()
     if sdist is None:
-        pytest.skip("no flashinfer_python-0.7.2 sdist: set FLASHINFER_SDIST or run ./build.sh once")
+        pytest.skip(f"no {upstream_tree.SDIST}: set FLASHINFER_SDIST or run ./build.sh once")
     made = Trees(tmp_path_factory.mktemp("pristine"), tmp_path_factory.mktemp("patched"))
     upstream_tree.unpack(sdist, made.pristine)
     upstream_tree.unpack(sdist, made.patched)
-    for name in upstream_tree.series(PATCHES):
-        subprocess.run(
-            ["patch", "-p1", "-F0", "--no-backup-if-mismatch", "-s", "-i", PATCHES / name],
-            cwd=made.patched,
-            check=True,
-        )
+    upstream_tree.apply_series(REPO / "patches" / upstream_tree.BASE, made.patched)
     return made
 
 
 @pytest.fixture(scope="session")
-def flashinfer(trees, tmp_path_factory):
+def flashinfer(request, tmp_path_factory):
     """The patched package, imported."""
-    if "flashinfer" in sys.modules:
-        pytest.skip("another flashinfer is imported: run tests/hooks in a process of its own")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("workspace")))
         patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-        patch.syspath_prepend(str(REPO / "python"))
-        patch.syspath_prepend(str(trees.patched))
+        if "MLA_FP8KV_WHEEL" not in os.environ:
+            if "flashinfer" in sys.modules:
+                pytest.skip("another flashinfer is imported: run tests/hooks on its own")
+            patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("workspace")))
+            patch.syspath_prepend(str(request.getfixturevalue("trees").patched))
         import flashinfer.mla
-        import mla_fp8kv.backend  # noqa: F401
 
-        assert Path(flashinfer.__file__).is_relative_to(trees.patched)
+        assert "mla_fp8kv" in Path(flashinfer.mla._batch_mla._wrapper.__file__).read_text()
         yield flashinfer
 
 

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mla_fp8kv
 import pytest
 import torch
 from calls import BF16, E4M3, E5M2
 
-KERNEL = Path(__file__).resolve().parents[2] / "python" / "mla_fp8kv" / "kernel"
+PACKAGE = Path(mla_fp8kv.__file__).resolve().parent
+KERNEL = PACKAGE / "kernel"
 MODULES = {
     (E4M3, 64, False): "mla_fp8kv_1_kv_e4m3_kpe_64",
     (E4M3, 0, False): "mla_fp8kv_1_kv_e4m3_kpe_0",
@@ -132,7 +134,7 @@ def run_python(code, *path):
 
 def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, mla_fp8kv; print(*[m for m in ('torch', 'flashinfer') if m in sys.modules])"
-    assert run_python(code, KERNEL.parents[1]) == []
+    assert run_python(code, PACKAGE.parent) == []
 
 
 def test_importing_the_backend_leaves_the_gpu_alone(trees, tmp_path):
@@ -141,4 +143,4 @@ def test_importing_the_backend_leaves_the_gpu_alone(trees, tmp_path):
         "import torch, mla_fp8kv.jit, mla_fp8kv.backend\n"
         "print(torch.cuda.is_initialized())"
     )
-    assert run_python(code, trees.patched, KERNEL.parents[1]) == ["False"]
+    assert run_python(code, trees.patched, PACKAGE.parent) == ["False"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mla_fp8kv
 import pytest
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -34,7 +35,7 @@ def answers(trees, tmp_path_factory):
     for name in ("pristine", "patched"):
         path = [str(getattr(trees, name))]
         if name == "patched":
-            path.append(str(Path(__file__).resolve().parents[2] / "python"))
+            path.append(str(Path(mla_fp8kv.__file__).resolve().parents[1]))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),

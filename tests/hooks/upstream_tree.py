@@ -1,10 +1,11 @@
-"""Find the pinned sdist and unpack the parts of it that the hook tests import or compare."""
+"""The pinned sdist, and the parts of it that the hook tests import or compare."""
 
 import os
 import tarfile
 from pathlib import Path
 
-SDIST = "flashinfer_python-0.7.2.tar.gz"
+BASE = os.environ.get("MLA_FP8KV_BASE", "0.7.2")
+SDIST = f"flashinfer_python-{BASE}.tar.gz"
 
 
 def find_sdist() -> Path | None:
@@ -17,10 +18,15 @@ def find_sdist() -> Path | None:
     return kept if kept.is_file() else None
 
 
-def series(folder: Path) -> list[str]:
-    """Patch names of a series file, in order, comments left out."""
-    lines = (folder / "series").read_text().splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+def apply_series(folder: Path, tree: Path) -> None:
+    """Apply the patches of `folder` to `tree`, as strictly as the build does."""
+    from mla_fp8kv_build import patch
+
+    contents: patch.Contents = {}
+    for one in patch.read_series(folder):
+        patch.apply(one, contents, lambda path: (tree / path).read_text())
+    for path, text in contents.items():
+        (tree / path).write_text(text)
 
 
 def unpack(sdist: Path, target: Path) -> None:
