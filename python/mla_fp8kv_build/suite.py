@@ -16,13 +16,14 @@ MUTATIONS = TESTS / "host" / "mutations.py"
 _NO_TESTS = 5  # pytest's exit status
 
 
-def environment(pin: Pin, unpacked: Path) -> dict[str, str]:
+def environment(pin: Pin, built: Path, unpacked: Path) -> dict[str, str]:
     """Variables under which tests and tools see the built wheel, then the checkout's driver."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(unpacked), str(ROOT / "python")]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "MLA_FP8KV_BASE": pin.version,
+        "MLA_FP8KV_WHEEL": str(built),
         # FlashInfer writes a log and compiled modules here on import.
         "FLASHINFER_WORKSPACE_BASE": str(BUILD / f"workspace-{pin.version}"),
     }
@@ -31,13 +32,14 @@ def environment(pin: Pin, unpacked: Path) -> dict[str, str]:
 def run_python(pin: Pin, name: str, arguments: list[str], steps: Steps) -> int:
     """Exit status of `python ARGUMENTS` in the named environment, with the wheel importable."""
     built = wheel.build(pin, steps)
-    with steps.step("site"):
-        unpacked = site.unpacked(pin, built)
+    # First, because making one takes minutes, in which other builds may outdate an unpacked wheel.
     with steps.step("env") as notes:
         python = env.ensure(name)
         notes.append(name)
+    with steps.step("site"):
+        unpacked = site.unpacked(pin, built)
     return subprocess.run(
-        [str(python), *arguments], cwd=ROOT, env=environment(pin, unpacked), check=False
+        [str(python), *arguments], cwd=ROOT, env=environment(pin, built, unpacked), check=False
     ).returncode
 
 
