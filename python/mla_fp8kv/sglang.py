@@ -129,22 +129,20 @@ def _install(module, source, originals, backend) -> None:
         )
         return
 
-    objects = {sglang_source.BACKEND: backend}
-    for name in ("indices_updater_decode", "indices_updater_prefill"):
-        updater = getattr(backend, name, None)  # a draft backend has no prefill updater
-        if updater is not None:
-            objects[type(updater).__name__] = updater
-    updaters = [item for name, item in objects.items() if name != sglang_source.BACKEND]
+    updaters = [backend.indices_updater_decode]
+    if not backend.skip_prefill:  # a draft backend has no prefill updater
+        updaters.append(backend.indices_updater_prefill)
+    objects = {type(item).__name__: item for item in (backend, *updaters)}
+    targets = [target for target in originals if target[0] in objects]
+    if len(targets) != len(sglang_source.RUNNERS) + len(updaters):
+        raise Refused(f"the backend consists of unexpected classes, {', '.join(objects)}.")
     cache = _one_layer(backend.token_to_kv_pool, kv_dtype, updaters[0])
     for updater in updaters:
         _try_kernel(backend, updater, cache)
 
-    methods = [
-        (objects[target[0]], target[1], source.rebuild(target, vars(module), kv_dtype))
-        for target in originals
-        if target[0] in objects
-    ]
-    for item, name, function in methods:
+    methods = {target: source.rebuild(target, vars(module), kv_dtype) for target in targets}
+    for (class_name, name), function in methods.items():
+        item = objects[class_name]
         setattr(item, name, types.MethodType(function, item))
     _say(logging.INFO, _active_sentence(cache, updaters[0]))
 
@@ -187,7 +185,7 @@ def _run_one_token(backend, updater, cache, shape, causal) -> None:
     import torch
 
     heads, ckv, kpe = shape
-    _log.info("mla_fp8kv: trying the kernel on one token; a first start compiles it.")
+    _log.debug("mla_fp8kv: trying the kernel on one token; a first start compiles it.")
     integers = {"dtype": torch.int32, "device": cache.device}
     wrapper = type(backend.decode_wrapper)(backend.workspace_buffer, backend="auto")
     wrapper.plan(

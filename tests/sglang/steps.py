@@ -35,14 +35,15 @@ class Step:
             batch.out_cache_loc_is_physical = False
             kv = queries(tokens, 1, dtype, seed=3, device=backend.device).unsqueeze(1)
             self._new = kv[..., : stand_in.CKV], kv[..., stand_in.CKV :]
+            q = self.q.view(-1, heads, stand_in.ROW).split([stand_in.CKV, stand_in.KPE], -1)
+            self._q_parts = [part.contiguous() for part in q]
 
     def attention(self, layer_id=0):
         """[tokens, heads * 512]"""
         layer = stand_in.layer(self.heads, layer_id)
         if self._new is None:
             return self._forward(self.q, None, None, layer, self.batch, save_kv_cache=False)
-        q = self.q.view(-1, self.heads, stand_in.ROW)
-        q_nope, q_rope = (part.contiguous() for part in q.split([stand_in.CKV, stand_in.KPE], -1))
+        q_nope, q_rope = self._q_parts
         k_nope, k_rope = self._new
         return self._forward(
             q_nope, k_nope, k_nope, layer, self.batch, True, q_rope=q_rope, k_rope=k_rope

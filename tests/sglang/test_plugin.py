@@ -261,6 +261,22 @@ def test_function_changed_before_us(module, load, pool, said, monkeypatch):
     check_untouched(module, pool(), said, "forward_extend is not the function in")
 
 
+def test_updater_of_an_unknown_class(module, load, pool, said, monkeypatch):
+    """Planning by a class that is not rebuilt would not fit the rebuilt forward functions."""
+    load()
+    init = module.FlashInferMLAIndicesUpdaterDecode.__init__
+
+    class Other(module.FlashInferMLAIndicesUpdaterDecode):
+        pass
+
+    def becomes_other(self, *args):
+        init(self, *args)
+        self.__class__ = Other
+
+    monkeypatch.setattr(module.FlashInferMLAIndicesUpdaterDecode, "__init__", becomes_other)
+    check_untouched(module, pool(), said, "unexpected classes, FlashInferMLAAttnBackend, Other")
+
+
 def test_dsa_rows(module, load, pool, said):
     load()
     dsa = pool(use_dsa=True, override_kv_cache_dim=656)

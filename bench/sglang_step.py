@@ -1,0 +1,138 @@
+"""One decode step of SGLang's real backend, with its cast and with the plug-in.
+
+    python bench/sglang_step.py [--layers 78] [--slots 495552] [--heads 8] [--kv-len 500]
+
+The attention of every layer of one decode step, in one CUDA graph, as SGLang captures it: the new
+token's KV is written to the pool, then attention reads it. One request, the pool that started this
+project. Needs a GPU and sglang, installed or packed (bench/pack_sglang.py). Writes
+bench/results/sglang/<gpu>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from mla_bench import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "sglang"))
+import real_sglang  # noqa: E402
+import steps  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results" / "sglang"
+REPLAYS = 20
+
+
+def all_layers(step: steps.Step, layers: int) -> None:
+    for layer in range(layers):
+        step.attention(layer)
+
+
+def kernel_times(step: steps.Step, layers: int) -> dict[str, float]:
+    """Kernel name -> us on the GPU, of one eager step."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        all_layers(step, layers)
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] = times.get(event.name, 0.0) + event.time_range.elapsed_us()
+    return times
+
+
+def measure(backend, layers: int, kv_len: int, heads: int) -> dict:
+    """Times of one step: the graph on the GPU, the same with its plan, and the share of copies."""
+    step = steps.decode_step(backend, (kv_len,), write=True, heads=heads)
+    backend.init_forward_metadata(step.batch)
+    all_layers(step, layers)  # compiles and allocates whatever is lazy
+    kernels = kernel_times(step, layers)
+
+    backend.init_cuda_graph_state(1, 1)
+    backend.init_forward_metadata_out_graph(step.batch, in_capture=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_layers(step, layers)
+    gpu_us, step_us = [], []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        backend.init_forward_metadata_out_graph(step.batch)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        step_us.append((time.perf_counter() - began) * 1e6)
+        gpu_us.append(start.elapsed_time(end) * 1e3)
+
+    total = sum(kernels.values())
+    copies = sum(us for name, us in kernels.items() if "copy" in name.lower())
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:6]
+    return {
+        "graph_us": statistics.median(gpu_us),
+        "step_us": statistics.median(step_us),
+        "eager_kernels_us": total,
+        "copies_us": copies,
+        "copies_share": copies / total,
+        "longest_kernels": [{"name": name[:120], "us": us} for name, us in longest],
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=78)
+    parser.add_argument("--slots", type=int, default=495_552)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-len", type=int, default=500)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("sglang_step: needs a CUDA GPU.", file=sys.stderr)
+        return 2
+    if reason := real_sglang.why_not():
+        print(f"sglang_step: {reason}.", file=sys.stderr)
+        return 2
+
+    with tempfile.TemporaryDirectory() as folder:
+        real_sglang.load_plugin(Path(folder))
+    pool = real_sglang.make_pool(torch.float8_e4m3fn, options.slots, options.layers)
+    backends = real_sglang.make_backends(
+        pool, heads=options.heads, requests=1, context=2 * options.kv_len, device="cuda"
+    )
+    paths = {}
+    for name, backend in zip(("cast", "native"), backends, strict=True):
+        paths[name] = measure(backend, options.layers, options.kv_len, options.heads)
+        torch.cuda.empty_cache()
+
+    print(
+        f"{options.layers} layers, pool of {options.slots:,} tokens, {options.heads} heads, one "
+        f"request of {options.kv_len} tokens"
+    )
+    print(f"{'':8}{'graph':>12}{'with plan':>12}{'copies':>12}{'share':>8}   us")
+    for name, row in paths.items():
+        print(
+            f"{name:8}{row['graph_us']:12,.0f}{row['step_us']:12,.0f}{row['copies_us']:12,.0f}"
+            f"{row['copies_share']:8.1%}"
+        )
+    print(f"{paths['cast']['graph_us'] / paths['native']['graph_us']:.0f}x")
+
+    facts = machine.facts()
+    out = options.out or RESULTS / f"{machine.slug(facts['gpu'])}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shape = {name: getattr(options, name) for name in ("layers", "slots", "heads", "kv_len")}
+    result = {"machine": facts, "sglang": real_sglang.VERSION, "shape": shape, "paths": paths}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
