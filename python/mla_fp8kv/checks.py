@@ -121,3 +121,5 @@ def scale_array(value, ckv_cache) -> None:
         )
     if not value.is_contiguous():
         raise ValueError(f"ckv_scale_arr must be contiguous, got strides {value.stride()}.")
+    if value.data_ptr() % _ALIGN:
+        raise ValueError(_misaligned("ckv_scale_arr", value))

@@ -331,6 +331,12 @@ RUN = {
         ),
         "ckv_scale_arr must be contiguous, got strides (32, 8, 1).",
     ),
+    "ckv_scale_arr misaligned": (
+        lambda call: call.options.update(
+            ckv_scale_arr=torch.ones(64 * 16 + 1, device=call.device)[1:].view(64, 4, 4)
+        ),
+        "ckv_scale_arr must start on a 16-byte boundary, got an address 4 bytes past one.",
+    ),
     "output scale": (
         _option(o_scale=1.0),
         "MLA planned run argument o_scale mismatch: planned 'none', got 'per-tensor'; re-plan "

@@ -4,6 +4,7 @@ P9 (CUDA graphs) is in test_graphs.py, P12 (wrong use) in test_errors.py.
 """
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -457,9 +458,30 @@ def test_other_streams_and_one_workspace():
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def test_threads_planning_at_once():
-    import threading
+def test_two_streams_at_once():
+    """Two wrappers with a workspace each, their launches overlapping."""
+    import flashinfer.mla
 
+    cases = [Case((1, 2), (30_000, 9000), 16, seed=i) for i in range(2)]
+    made = [make_inputs(case) for case in cases]
+    want = [run(inputs) for inputs in made]
+    wrappers, streams = [], [torch.cuda.Stream() for _ in cases]
+    for inputs in made:
+        own = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
+        wrappers.append(flashinfer.mla.BatchMLAPagedAttentionWrapper(own, backend="auto"))
+        plan(wrappers[-1], inputs)
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(10):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(run_planned(wrappers[i], made[i]))
+    torch.cuda.synchronize()
+    for expected, results in zip(want, got, strict=True):
+        assert all(same_bits(expected, result) for result in results)
+
+
+def test_threads_planning_at_once():
     cases = [Case((1,) * 5, (100 * i + 7, 3, 0, 4000, 64), 8, seed=i) for i in range(4)]
     made = [make_inputs(case) for case in cases]
     want = [run(inputs) for inputs in made]
