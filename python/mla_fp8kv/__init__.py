@@ -1,4 +1,4 @@
-"""FP8 KV cache for MLA attention in FlashInfer: kernels, their JIT module, and the wrapper backend.
+"""FP8 KV caches for MLA in FlashInfer: kernels, their JIT module, and the wrapper backend.
 
-Importing this package imports nothing else; `mla_fp8kv.backend` and `mla_fp8kv.jit` need FlashInfer.
+Importing the package imports nothing else; `backend` and `jit` need FlashInfer.
 """
