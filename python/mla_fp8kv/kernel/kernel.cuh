@@ -54,7 +54,11 @@ attention_kernel(const Params p) {
   Loader<T> loader(p, item, more, more_end, shared);
   attend.load_q(item);
 #pragma unroll
-  for (int slot = 0; slot < T::kStages; ++slot) loader.issue(slot);
+  for (int slot = 0; slot < T::kStages; ++slot) {
+    loader.locate();
+    ptx::sync_warp();
+    loader.issue(slot);
+  }
   if constexpr (T::kSharedLoads) ptx::cp_async_wait<T::kStages - 1>();
   attend.stage_q();
 
@@ -70,6 +74,7 @@ attention_kernel(const Params p) {
       }
       ptx::sync_warp();
     }
+    loader.locate();
     attend.scores(slot);
     const int first_end = item.causal_end + static_cast<int>(divide(item.row_begin, p.heads));
     if (position + T::kTokens > (first_end < item.kv_end ? first_end : item.kv_end)) {

@@ -33,17 +33,31 @@ class Loader {
     position_ = first.kv_begin;
     end_ = first.kv_end;
     page_begin_ = first.page_begin;
-    ahead_.rows = now_.rows = kNoTile;
+    ahead_.left = now_.left = 0;
     fetch_following_item();
     fetch_indices();
     fetch_indices();
   }
 
-  // Starts the copy of the next tile into `slot`, if there is one, and closes a cp.async group either way, so that
-  // counting groups counts tiles.
+  // Notes in shared memory where the rows of the next tile lie. At least a warp barrier must follow before issue().
+  // (Shuffles would do it in place, but the compiler runs sixteen of them one after the other.)
+  MLA_DEVICE void locate() {
+    ptx::sync_warp();  // all lanes have read the previous tile's
+    if (now_.left > 0 && lane_ < T::kLoadRows) {
+      const uint32_t cell = shared_ + T::kRowOffset + 4 * (warp_ * T::kLoadRows + lane_);
+      ptx::st_shared(cell, now_.page * p_.ckv_page_stride + now_.token * p_.ckv_token_stride);
+      if constexpr (T::kKpeDim > 0) {
+        ptx::st_shared(cell + 4 * T::kTokens,
+                       now_.page * p_.kpe_page_stride + now_.token * p_.kpe_token_stride);
+      }
+    }
+  }
+
+  // Starts the copy of that tile into `slot`, if there is one, and closes a cp.async group either way, so that counting
+  // groups counts tiles. (Both conditions are the same for the whole CTA in a way the compiler can see.)
   MLA_DEVICE void issue(int slot) {
-    if (now_.rows != kNoTile) {
-      if (now_.rows >= T::kLoadRows) {
+    if (now_.left > 0) {
+      if (now_.left >= T::kTokens) {
         copy_rows<true>(slot);
       } else {
         copy_rows<false>(slot);
@@ -54,13 +68,11 @@ class Loader {
   }
 
  private:
-  static constexpr int kNoTile = -0x7fffffff;
-
   // This warp's rows of one tile: lane l holds where row l % kLoadRows lies.
   struct TileRows {
     int32_t page;
     int32_t token;  // within the page
-    int32_t rows;   // valid ones of this warp, may be <= 0 or more than kLoadRows; kNoTile: no tile
+    int32_t left;   // tokens of the item from the tile's first on, 0: no tile
   };
 
   MLA_DEVICE void fetch_following_item() {
@@ -76,15 +88,14 @@ class Loader {
   // now <- ahead <- the tile at the walking position; then one tile further.
   MLA_DEVICE void fetch_indices() {
     now_ = ahead_;
-    ahead_.rows = kNoTile;
+    ahead_.left = 0;
     if (position_ >= end_) return;
-    const int first = position_ + warp_ * T::kLoadRows;
-    const int row = first + lane_ % T::kLoadRows;
+    const int row = position_ + warp_ * T::kLoadRows + lane_ % T::kLoadRows;
     const uint32_t token = row < end_ ? row : end_ - 1;
     const uint32_t page = divide(token, p_.page_size);
     ahead_.page = ptx::ld_const(p_.kv_indices + page_begin_ + page);
     ahead_.token = token - page * p_.page_size.value;
-    ahead_.rows = end_ - first;
+    ahead_.left = end_ - position_;
     position_ += T::kTokens;
     if (position_ >= end_ && more_ < more_end_) {
       page_begin_ = next_page_begin_;
@@ -106,25 +117,31 @@ class Loader {
 
   template <bool Full>
   MLA_DEVICE void copy_rows(int slot) {
-    const uint32_t ckv_offset = now_.page * p_.ckv_page_stride + now_.token * p_.ckv_token_stride;
     const int row0 = warp_ * T::kLoadRows;
     const uint32_t base = shared_ + T::kRingOffset + slot * T::kSlotBytes + row0 * T::kKvRowBytes;
+    const uint32_t located = shared_ + T::kRowOffset + 4 * row0;
     // ckv: one whole row of 512 B an instruction (1 to 2 us better over 32 x 8192 tokens than 8 rows x 64 B).
     const uint8_t* ckv = p_.ckv + lane_ * kChunkBytes;
 #pragma unroll
-    for (int r = 0; r < T::kLoadRows; ++r) {
-      const uint64_t offset = ptx::shuffle(ckv_offset, r);
-      copy<Full>(base + chunk_offset<T>(r, lane_), ckv + (offset << 4), r < now_.rows);
+    for (int r = 0; r < T::kLoadRows; r += 4) {
+      ptx::U4 offset;
+      ptx::ld_shared(offset, located + 4 * r);
+      const uint32_t offsets[4] = {offset.x, offset.y, offset.z, offset.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        copy<Full>(base + chunk_offset<T>(r + i, lane_), ptx::advance(ckv, offsets[i]),
+                   row0 + r + i < now_.left);
+      }
     }
     if constexpr (T::kKpeDim > 0) {
-      const uint32_t kpe_offset = now_.page * p_.kpe_page_stride + now_.token * p_.kpe_token_stride;
       const int g = lane_ >> 2, t = lane_ & 3;
       const uint8_t* kpe = p_.kpe + t * kChunkBytes;
 #pragma unroll
       for (int r = 0; r < T::kLoadRows; r += 8) {
-        const uint64_t offset = ptx::shuffle(kpe_offset, r + g);
-        copy<Full>(base + chunk_offset<T>(r + g, kCkvDim / kChunkBytes + t), kpe + (offset << 4),
-                   r + g < now_.rows);
+        uint32_t offset;
+        ptx::ld_shared(offset, located + 4 * T::kTokens + 4 * (r + g));
+        copy<Full>(base + chunk_offset<T>(r + g, kCkvDim / kChunkBytes + t),
+                   ptx::advance(kpe, offset), row0 + r + g < now_.left);
       }
     }
     if constexpr (T::kGroupScales) {
@@ -133,7 +150,7 @@ class Loader {
         copy<Full>(shared_ + T::kScaleRingOffset + slot * T::kScaleSlotBytes +
                        (row0 + lane_) * kScaleGroups * 4,
                    reinterpret_cast<const uint8_t*>(p_.group_scales + row * kScaleGroups),
-                   lane_ < now_.rows);
+                   row0 + lane_ < now_.left);
       }
     }
   }

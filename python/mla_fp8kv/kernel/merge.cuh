@@ -13,8 +13,10 @@
 namespace mla_fp8kv {
 
 constexpr int kMergeThreads = 128;
-constexpr int kMergeCtasPerSm = 4;
-constexpr int kMergeDims = 8;  // per lane
+// Enough blocks for all rows of a full grid at once, few where rows are few: empty blocks cost too.
+constexpr int merge_ctas_per_sm(int rows) { return rows <= 8 ? 2 : rows <= 16 ? 4 : 8; }
+constexpr int kMergeDims = 8;        // per lane
+constexpr int kFewPartials = 16;     // up to this many, a lane reads all partials of its dims itself
 
 // Running merge of one lane's dims.
 struct Merged {
@@ -22,14 +24,20 @@ struct Merged {
   float sum = 0.f;
   float out[kMergeDims] = {};
 
-  MLA_DEVICE void add(float other_reference, float other_sum, const float (&other)[kMergeDims]) {
-    const float top = ptx::max(reference, other_reference);
-    const float mine = reference == top ? 1.f : ptx::exp2(reference - top);
-    const float theirs = other_reference == top ? 1.f : ptx::exp2(other_reference - top);
+  // Makes `top` the reference.
+  MLA_DEVICE void raise(float top) {
+    const float shrink = reference == top ? 1.f : ptx::exp2(reference - top);
 #pragma unroll
-    for (int i = 0; i < kMergeDims; ++i) out[i] = out[i] * mine + other[i] * theirs;
-    sum = sum * mine + other_sum * theirs;
+    for (int i = 0; i < kMergeDims; ++i) out[i] *= shrink;
+    sum *= shrink;
     reference = top;
+  }
+  // Adds what was summed against `other_reference`, which is at most the own one.
+  MLA_DEVICE void add(float other_reference, float other_sum, const float (&other)[kMergeDims]) {
+    const float weight = other_reference == reference ? 1.f : ptx::exp2(other_reference - reference);
+#pragma unroll
+    for (int i = 0; i < kMergeDims; ++i) out[i] = ptx::fma(other[i], weight, out[i]);
+    sum = ptx::fma(other_sum, weight, sum);
   }
 };
 
@@ -64,121 +72,164 @@ struct PartialPiece {
   }
 };
 
-// A block does slices of Lanes x 8 dims of one row; its other threads share the partials: kMergeThreads / Lanes at once,
-// in Depth loads each before the first use.
-template <int Rows, bool Fp32, int Lanes, int Depth>
-MLA_DEVICE void merge_rows(const Params& p, const PlanHeader& header, uint32_t shared) {
-  constexpr int kSlices = kCkvDim / (Lanes * kMergeDims);
-  constexpr int kShares = kMergeThreads / Lanes;
-  static_assert(Lanes <= 32, "a warp holds whole slices");
-  const int lane = ptx::thread_index() % Lanes, share = ptx::thread_index() / Lanes;
-  const int warp = ptx::thread_index() >> 5;
-  const MergeItem* items = reinterpret_cast<const MergeItem*>(p.plan + header.merge_offset);
-  const int64_t units = int64_t{header.num_merge_items} * Rows * kSlices;
-  for (int64_t unit = ptx::block_index(); unit < units; unit += ptx::grid_size()) {
-    const int slice = static_cast<int>(unit % kSlices);
-    const int row = static_cast<int>(unit / kSlices % Rows);
-    const MergeItem* item = items + unit / (kSlices * Rows);
-    const ptx::U4 a = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item));
-    const int q_begin = a.x, row_begin = a.y, rows = a.z, slot_begin = a.w;
-    const int count = ptx::ld_const(&item->count);
-    if (row >= rows) continue;  // the same for the whole block
-
-    const int dim = slice * Lanes * kMergeDims + lane * kMergeDims;
-    const int64_t first = int64_t{slot_begin} * Rows + row;
-    Merged merged;
-    for (int i0 = share; i0 < count; i0 += kShares * Depth) {
-      PartialPiece<Fp32> piece[Depth];
-      ptx::U2 stat[Depth];
+// Merges partials first, first + Step, ... below `count`, `Depth` loads at once.
+template <int Rows, bool Fp32, int Step, int Depth>
+MLA_DEVICE void merge_partials(const Params& p, int64_t slot_row, int dim, int first, int count,
+                               Merged& merged) {
+  for (int i0 = first; i0 < count; i0 += Step * Depth) {
+    PartialPiece<Fp32> piece[Depth];
+    ptx::U2 stat[Depth];
 #pragma unroll
-      for (int d = 0; d < Depth; ++d) {
-        const int i = i0 + d * kShares;
-        if (i >= count) break;
-        const int64_t at = first + int64_t{i} * Rows;
-        piece[d].load(p.partial_out, at * kCkvDim + dim);
+    for (int d = 0; d < Depth; ++d) {
+      stat[d] = {ptx::as_bits(merged.reference), 0};
+      piece[d] = {};
+      if (i0 + d * Step < count) {
+        const int64_t at = slot_row + int64_t{i0 + d * Step} * Rows;
         stat[d] = ptx::ld_fresh(reinterpret_cast<const ptx::U2*>(p.partial_stat + at * 2));
-      }
-#pragma unroll
-      for (int d = 0; d < Depth; ++d) {
-        if (i0 + d * kShares >= count) break;
-        const float sum = ptx::as_float(stat[d].y);
-        float x[kMergeDims];
-        piece[d].unpack(x);
-#pragma unroll
-        for (int k = 0; k < kMergeDims; ++k) x[k] *= sum;
-        merged.add(ptx::as_float(stat[d].x), sum, x);
+        piece[d].load(p.partial_out, at * kCkvDim + dim);
       }
     }
+    float top = merged.reference;
+#pragma unroll
+    for (int d = 0; d < Depth; ++d) top = ptx::max(top, ptx::as_float(stat[d].x));
+    merged.raise(top);
+#pragma unroll
+    for (int d = 0; d < Depth; ++d) {
+      const float sum = ptx::as_float(stat[d].y);
+      float x[kMergeDims];
+      piece[d].unpack(x);
+#pragma unroll
+      for (int k = 0; k < kMergeDims; ++k) x[k] *= sum;  // partials are divided by their sum
+      merged.add(ptx::as_float(stat[d].x), sum, x);
+    }
+  }
+}
+
+MLA_DEVICE MergeItem load_merge_item(const MergeItem* item) {
+  const ptx::U4 a = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item));
+  MergeItem v = {};
+  v.q_begin = static_cast<int32_t>(a.x);
+  v.row_begin = static_cast<int32_t>(a.y);
+  v.rows = static_cast<int32_t>(a.z);
+  v.slot_begin = static_cast<int32_t>(a.w);
+  v.count = ptx::ld_const(&item->count);
+  return v;
+}
+
+MLA_DEVICE void write_merged(const Params& p, const MergeItem& item, int row, int dim,
+                             const Merged& merged) {
+  const uint32_t packed = item.row_begin + row;
+  const uint32_t query = divide(packed, p.heads);
+  const int64_t token = item.q_begin + query;
+  const int64_t head = packed - query * p.heads.value;
+  const float scale = merged.sum == 0.f ? 0.f : ptx::divide(p.out_scale, merged.sum);
+  uint32_t y[kMergeDims / 2];
+#pragma unroll
+  for (int k = 0; k < kMergeDims / 2; ++k) {
+    const float lo = merged.out[2 * k] * scale, hi = merged.out[2 * k + 1] * scale;
+    y[k] = p.q_is_bf16 ? ptx::pack_bf16x2(lo, hi) : ptx::pack_f16x2(lo, hi);
+  }
+  uint16_t* out = p.out + token * p.out_token_stride + head * p.out_head_stride + dim;
+  ptx::st_global(reinterpret_cast<ptx::U4*>(out), ptx::U4{y[0], y[1], y[2], y[3]});
+  if (p.lse != nullptr && dim == 0) {
+    const float lse = merged.sum == 0.f ? -__builtin_huge_valf()
+                                        : merged.reference + ptx::log2(merged.sum);
+    ptx::st_global(p.lse + (int64_t{item.q_begin} * p.heads.value + packed), lse * p.lse_scale);
+  }
+}
+
+// Few partials: a lane merges all partials of its dims, 64 lanes a row, nothing is exchanged.
+template <int Rows, bool Fp32>
+MLA_DEVICE void merge_few(const Params& p, const PlanHeader& header) {
+  constexpr int kRowsAtOnce = kMergeThreads / (kCkvDim / kMergeDims);
+  const int dim = ptx::thread_index() % (kCkvDim / kMergeDims) * kMergeDims;
+  const int first = ptx::block_index() * kRowsAtOnce + ptx::thread_index() / (kCkvDim / kMergeDims);
+  const int all_rows = header.num_merge_items * Rows;
+  const MergeItem* items = reinterpret_cast<const MergeItem*>(p.plan + header.merge_offset);
+  MergeItem item = {};
+  if (first < all_rows) item = load_merge_item(items + first / Rows);
+  ptx::wait_for_previous_kernel();
+  for (int at = first; at < all_rows; at += ptx::grid_size() * kRowsAtOnce) {
+    if (at != first) item = load_merge_item(items + at / Rows);
+    const int row = at % Rows;
+    if (row >= item.rows) continue;
+    Merged merged;
+    merge_partials<Rows, Fp32, 1, Fp32 ? 4 : 8>(p, int64_t{item.slot_begin} * Rows + row, dim, 0,
+                                                item.count, merged);
+    write_merged(p, item, row, dim, merged);
+  }
+}
+
+// Many partials of few rows: a block does 32 dims of one row, 4 lanes for each of 32 shares of the partials.
+template <int Rows, bool Fp32>
+MLA_DEVICE void merge_many(const Params& p, const PlanHeader& header, uint32_t shared) {
+  constexpr int kLanes = 4, kShares = kMergeThreads / kLanes;
+  constexpr int kSlices = kCkvDim / (kLanes * kMergeDims);
+  const int lane = ptx::thread_index() % kLanes, share = ptx::thread_index() / kLanes;
+  const MergeItem* items = reinterpret_cast<const MergeItem*>(p.plan + header.merge_offset);
+  const int64_t units = int64_t{header.num_merge_items} * Rows * kSlices;
+  ptx::wait_for_previous_kernel();
+  for (int64_t unit = ptx::block_index(); unit < units; unit += ptx::grid_size()) {
+    const MergeItem item = load_merge_item(items + unit / (kSlices * Rows));
+    const int row = static_cast<int>(unit / kSlices % Rows);
+    if (row >= item.rows) continue;  // the same for the whole block
+    const int dim = (static_cast<int>(unit % kSlices) * kLanes + lane) * kMergeDims;
+    Merged merged;
+    merge_partials<Rows, Fp32, kShares, Fp32 ? 4 : 8>(
+        p, int64_t{item.slot_begin} * Rows + row, dim, share, item.count, merged);
     // Shares within the warp, then the warps.
 #pragma unroll
-    for (int mask = Lanes; mask < 32; mask *= 2) {
+    for (int mask = kLanes; mask < 32; mask *= 2) {
       float x[kMergeDims];
 #pragma unroll
       for (int k = 0; k < kMergeDims; ++k) x[k] = ptx::shuffle_xor(merged.out[k], mask);
       const float reference = ptx::shuffle_xor(merged.reference, mask);
       const float sum = ptx::shuffle_xor(merged.sum, mask);
+      merged.raise(ptx::max(merged.reference, reference));
       merged.add(reference, sum, x);
     }
-    const uint32_t cell = shared + (warp * Lanes + lane) * (kMergeDims + 2) * 4;
-    if ((ptx::thread_index() & 31) < Lanes) {
+    const int warp = ptx::thread_index() >> 5;
+    const uint32_t cell = shared + (warp * kLanes + lane) * (kMergeDims + 2) * 4;
+    if ((ptx::thread_index() & 31) < kLanes) {
 #pragma unroll
       for (int k = 0; k < kMergeDims; ++k) ptx::st_shared(cell + 4 * k, merged.out[k]);
       ptx::st_shared(cell + 4 * kMergeDims, merged.reference);
       ptx::st_shared(cell + 4 * kMergeDims + 4, merged.sum);
     }
     ptx::sync_block();
-    if (ptx::thread_index() < Lanes) {
+    if (ptx::thread_index() < kLanes) {
 #pragma unroll
       for (int w = 1; w < kMergeThreads / 32; ++w) {
-        const uint32_t other = cell + w * Lanes * (kMergeDims + 2) * 4;
+        const uint32_t other = cell + w * kLanes * (kMergeDims + 2) * 4;
         float x[kMergeDims], reference, sum;
 #pragma unroll
         for (int k = 0; k < kMergeDims; ++k) ptx::ld_shared(x[k], other + 4 * k);
         ptx::ld_shared(reference, other + 4 * kMergeDims);
         ptx::ld_shared(sum, other + 4 * kMergeDims + 4);
+        merged.raise(ptx::max(merged.reference, reference));
         merged.add(reference, sum, x);
       }
-      const uint32_t packed = row_begin + row;
-      const uint32_t query = divide(packed, p.heads);
-      const int64_t token = q_begin + query;
-      const int64_t head = packed - query * p.heads.value;
-      const float scale = merged.sum == 0.f ? 0.f : ptx::divide(p.out_scale, merged.sum);
-      uint32_t y[kMergeDims / 2];
-#pragma unroll
-      for (int k = 0; k < kMergeDims / 2; ++k) {
-        const float lo = merged.out[2 * k] * scale, hi = merged.out[2 * k + 1] * scale;
-        y[k] = p.q_is_bf16 ? ptx::pack_bf16x2(lo, hi) : ptx::pack_f16x2(lo, hi);
-      }
-      uint16_t* out = p.out + token * p.out_token_stride + head * p.out_head_stride + dim;
-      ptx::st_global(reinterpret_cast<ptx::U4*>(out), ptx::U4{y[0], y[1], y[2], y[3]});
-      if (p.lse != nullptr && slice == 0 && lane == 0) {
-        const float lse = merged.sum == 0.f ? -__builtin_huge_valf()
-                                            : merged.reference + ptx::log2(merged.sum);
-        ptx::st_global(p.lse + (int64_t{q_begin} * p.heads.value + packed), lse * p.lse_scale);
-      }
+      write_merged(p, item, row, dim, merged);
     }
     ptx::sync_block();
   }
 }
 
 template <int Rows, bool Fp32>
-MLA_KERNEL(kMergeThreads, 8)
+MLA_KERNEL(kMergeThreads, 4)
 merge_kernel(const Params p) {
+  ptx::let_next_kernel_start();
   const PlanHeader* plan = reinterpret_cast<const PlanHeader*>(p.plan);
   PlanHeader header;
   header.num_merge_items = ptx::ld_const(&plan->num_merge_items);
   header.merge_offset = ptx::ld_const(&plan->merge_offset);
   header.max_count = ptx::ld_const(&plan->max_count);
-  ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
-  const uint32_t shared = ptx::shared_base();
-  // Many partials of few rows: narrow slices, so that enough blocks read them.
-  if (header.max_count > 32) {
-    merge_rows<Rows, Fp32, 4, Fp32 ? 2 : 4>(p, header, shared);
+  if (header.max_count <= kFewPartials) {
+    merge_few<Rows, Fp32>(p, header);
   } else {
-    merge_rows<Rows, Fp32, 16, 2>(p, header, shared);
+    merge_many<Rows, Fp32>(p, header, ptx::shared_base());
   }
 }
-constexpr int kMergeSharedBytes = kMergeThreads / 32 * 32 * (kMergeDims + 2) * 4;
+constexpr int kMergeSharedBytes = kMergeThreads / 32 * 4 * (kMergeDims + 2) * 4;
 
 }  // namespace mla_fp8kv

@@ -42,6 +42,13 @@ struct U4 {
   uint32_t x, y, z, w;
 };
 
+// base + 16 * chunks, in one instruction.
+MLA_DEVICE const uint8_t* advance(const uint8_t* base, uint32_t chunks) {
+  uint64_t r;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(r) : "r"(chunks), "l"(base));
+  return reinterpret_cast<const uint8_t*>(r);
+}
+
 // Read-only for the whole launch.
 MLA_DEVICE int32_t ld_const(const int32_t* p) { return __ldg(p); }
 MLA_DEVICE float ld_const(const float* p) { return __ldg(p); }
@@ -87,6 +94,9 @@ MLA_DEVICE void cp_async_wait() {
 }
 
 // ---- shared memory
+MLA_DEVICE void ld_shared(uint32_t& v, uint32_t a) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+}
 MLA_DEVICE void ld_shared(U2& v, uint32_t a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory");
 }
@@ -99,14 +109,8 @@ MLA_DEVICE void ld_shared(U4& v, uint32_t a) {
 MLA_DEVICE void ld_shared(float& v, uint32_t a) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a) : "memory");
 }
-MLA_DEVICE void ld_shared(int32_t& v, uint32_t a) {
-  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-}
 MLA_DEVICE void st_shared(uint32_t a, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
-MLA_DEVICE void st_shared(uint32_t a, int32_t v) {
-  asm volatile("st.shared.s32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
 }
 MLA_DEVICE void st_shared(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");

@@ -64,11 +64,12 @@ struct Tile {
   static constexpr int kRingOffset = kQOffset + kQkSteps * kRowTiles * 256;
   static constexpr int kScaleRingOffset = kRingOffset + Stages * kSlotBytes;
   static constexpr int kPOffset = kScaleRingOffset + Stages * kScaleSlotBytes;
-  static constexpr int kRowMaxOffset = kPOffset + 2 * kPBytes;                  // float [rows]
-  static constexpr int kTileMaxOffset = kRowMaxOffset + 4 * Rows;               // float [token groups][rows]
-  static constexpr int kSumOffset = kTileMaxOffset + 4 * kTokenGroups * Rows;   // float [token groups][rows]
-  static constexpr int kFactorOffset = kSumOffset + 4 * kTokenGroups * Rows;    // float [rows]
-  static constexpr int kQMaxOffset = kFactorOffset + 4 * Rows;                  // float bits [rows]
+  static constexpr int kRowOffset = kPOffset + 2 * kPBytes;         // uint32 [tokens], ckv then kpe: where rows lie
+  static constexpr int kRowMaxOffset = kRowOffset + 8 * Tokens;     // float [rows]
+  static constexpr int kTileMaxOffset = kRowMaxOffset + 4 * Rows;   // float [token groups][rows]
+  static constexpr int kSumOffset = kTileMaxOffset;                 // the same shape, at the end of an item
+  static constexpr int kFactorOffset = kTileMaxOffset + 4 * kTokenGroups * Rows;  // float [rows]
+  static constexpr int kQMaxOffset = kFactorOffset + 4 * Rows;      // float bits [rows]
   static constexpr int kSharedBytes = kQMaxOffset + 4 * Rows;
 
   static_assert(Rows % 8 == 0 && Tokens % 16 == 0, "rows and tokens come in MMA tiles");

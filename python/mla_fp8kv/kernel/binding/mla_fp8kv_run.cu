@@ -76,7 +76,7 @@ void launch_tile(const Params& params, const Launch& how) {
   allow_shared<kernel>(how.device, T::kSharedBytes);
   launch(kernel, dim3(how.grid, PlanRows / T::kRows), T::kThreads, T::kSharedBytes, params, how);
   if (how.merge) {
-    launch(merge_kernel<PlanRows, T::kGroupScales>, dim3(kMergeCtasPerSm * how.facts.num_sms),
+    launch(merge_kernel<PlanRows, T::kGroupScales>, dim3(merge_ctas_per_sm(PlanRows) * how.facts.num_sms),
            kMergeThreads, kMergeSharedBytes, params, how);
   }
 }
