@@ -1,16 +1,23 @@
-"""GPU architectures: their names, and what a block can have of their shared memory."""
+"""GPU architectures: their names, and how much shared memory they have."""
 
 from dataclasses import dataclass
 
 from mla_fp8kv_build.errors import BuildError
 
+# Of the shared memory of an SM, what the driver takes for each block, in bytes.
+SMEM_RESERVED = 1024
+
 
 @dataclass(frozen=True)
 class Arch:
-    """A compile target: what follows sm_ in its name, and the bytes a block can opt in to."""
+    """A compile target: what follows sm_ in its name, and its shared memory in bytes.
+
+    smem_limit: what one block can opt in to. smem_per_sm: what all blocks of an SM share.
+    """
 
     name: str
     smem_limit: int
+    smem_per_sm: int
 
     @property
     def flashinfer(self) -> str:
@@ -18,21 +25,16 @@ class Arch:
         digits = self.name.rstrip("a")
         return f"{digits[:-1]}.{digits[-1]}{self.name[len(digits) :]}"
 
-    @property
-    def hardware_cvt(self) -> bool:
-        """True where the FP8 to FP16 conversion is an instruction."""
-        return int(self.name.rstrip("a")) >= 89
-
 
 SUPPORTED = (
-    Arch("80", 166_912),
-    Arch("86", 101_376),
-    Arch("89", 101_376),
-    Arch("90a", 232_448),
-    Arch("100a", 232_448),
-    Arch("103a", 232_448),
-    Arch("120a", 101_376),
-    Arch("121a", 101_376),
+    Arch("80", 166_912, 167_936),
+    Arch("86", 101_376, 102_400),
+    Arch("89", 101_376, 102_400),
+    Arch("90a", 232_448, 233_472),
+    Arch("100a", 232_448, 233_472),
+    Arch("103a", 232_448, 233_472),
+    Arch("120a", 101_376, 102_400),
+    Arch("121a", 101_376, 102_400),
 )
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mla_fp8kv_build import files
-from mla_fp8kv_build.arch import Arch
+from mla_fp8kv_build.arch import SMEM_RESERVED, Arch
 from mla_fp8kv_build.errors import BuildError
 from mla_fp8kv_build.paths import BUILD, PACKAGE, cache
 from mla_fp8kv_build.toolchain import Toolkit
@@ -51,7 +51,11 @@ class Module:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel variant on one architecture. Sizes are bytes; registers are a thread's."""
+    """One kernel variant on one architecture. Sizes are bytes; registers are a thread's.
+
+    ctas_per_sm is what shared memory and registers leave room for; 0 where the launch decides
+    (the merge has no tile) or where the variant does not fit and so is not selected.
+    """
 
     module: str
     variant: str
@@ -62,6 +66,7 @@ class Row:
     static_shared: int
     dynamic_shared: int
     shared_limit: int
+    ctas_per_sm: int
     fits: bool
     problem: str
 
@@ -91,11 +96,11 @@ def table(archs: list[Arch], toolkit: Toolkit, includes: list[Path]) -> list[Row
         )
     parsed = [parse_report(report) for report in reports]
     tiles = sorted({entry.tile for entries in parsed for entry in entries if entry.tile})
-    shared = dict(zip(tiles, _dynamic_shared(tiles), strict=True))
+    launches = dict(zip(tiles, _launches(tiles), strict=True))
     return [
-        _row(arch, module, entry, shared.get(entry.tile, 0))
+        _row(arch, module, entry, *launches.get(entry.tile, (0, 0)))
         for (arch, module), entries in zip(jobs, parsed, strict=True)
-        for entry in entries
+        for entry in sorted(entries, key=lambda entry: (not entry.tile, entry.variant))
     ]
 
 
@@ -129,7 +134,7 @@ def _report(arch: Arch, module: Module, toolkit: Toolkit, includes: list[Path]) 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel in a ptxas report. `tile` is the C++ type whose kSharedBytes it launches with."""
+    """One kernel in a ptxas report. `tile` is the C++ type that says how it is launched."""
 
     variant: str
     tile: str
@@ -175,9 +180,12 @@ def parse_report(report: str) -> list[Entry]:
 
 
 def _variant(name: str) -> str:
-    """A kernel's name and template arguments, without namespaces, return and parameter types."""
-    call = name.removeprefix("void ").rsplit("(", 1)[0]
-    return re.sub(r"mla_fp8kv::|\(|\)", "", call).replace(" ", "")
+    """A kernel's name, rows and whether it takes group scales, out of its full C++ name."""
+    kernel = re.search(r"mla_fp8kv::(\w+?)(_kernel)?<(?:mla_fp8kv::Tile<)?(\d+)[^>]*?(\w+)>", name)
+    if not kernel:
+        raise BuildError(f"'resources' does not know the kernel {name}.")
+    scaled = ", group scales" if kernel.group(4) == "true" else ""
+    return f"{kernel.group(1)} {int(kernel.group(3)):2} rows{scaled}"
 
 
 def _demangle(symbols: list[str]) -> list[str]:
@@ -187,11 +195,13 @@ def _demangle(symbols: list[str]) -> list[str]:
     return result.stdout.splitlines()
 
 
-def _dynamic_shared(tiles: list[str]) -> list[int]:
-    """kSharedBytes of each tile type, asked of the kernel's traits.cuh by a host program."""
+def _launches(tiles: list[str]) -> list[tuple[int, int]]:
+    """(dynamic shared bytes, threads) of each tile type, asked of traits.cuh by a host program."""
     if not tiles:
         return []
-    lines = "".join(f'  std::printf("%d\\n", {tile}::kSharedBytes);\n' for tile in tiles)
+    lines = "".join(
+        f'  std::printf("%d %d\\n", {tile}::kSharedBytes, {tile}::kThreads);\n' for tile in tiles
+    )
     with files.scratch_directory(BUILD / "traits") as directory:
         source = directory / "traits.cpp"
         source.write_text(f'#include <cstdio>\n#include "traits.cuh"\nint main() {{\n{lines}}}\n')
@@ -204,35 +214,46 @@ def _dynamic_shared(tiles: list[str]) -> list[int]:
         )
         if result.returncode:
             raise BuildError(f"traits.cuh does not compile on the host: {result.stderr[:200]}.")
-        output = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
-    return [int(line) for line in output.stdout.split()]
+        output = subprocess.run([str(binary)], capture_output=True, text=True, check=True).stdout
+    return [(int(shared), int(threads)) for shared, threads in map(str.split, output.splitlines())]
 
 
-def _row(arch: Arch, module: Module, entry: Entry, dynamic: int) -> Row:
-    fits = entry.static_shared + dynamic <= arch.smem_limit
+def _row(arch: Arch, module: Module, entry: Entry, dynamic: int, threads: int) -> Row:
+    shared = entry.static_shared + dynamic
+    fits = shared <= arch.smem_limit
     problem = ""
-    if entry.spill_bytes or entry.local_bytes:
-        problem = "spills" if entry.spill_bytes else "uses local memory"
+    if entry.spill_bytes:
+        problem = "spills"
+    elif entry.local_bytes:
+        problem = "uses local memory"
     elif not fits and entry.rows <= _ROWS_THAT_FIT[arch.smem_limit]:
         problem = "does not fit"
     return Row(
-        module.name,
-        entry.variant,
-        arch.name,
-        entry.registers,
-        entry.spill_bytes,
-        entry.local_bytes,
-        entry.static_shared,
-        dynamic,
-        arch.smem_limit,
-        fits,
-        problem,
+        module=module.name,
+        variant=entry.variant,
+        arch=arch.name,
+        registers=entry.registers,
+        spill_bytes=entry.spill_bytes,
+        local_bytes=entry.local_bytes,
+        static_shared=entry.static_shared,
+        dynamic_shared=dynamic,
+        shared_limit=arch.smem_limit,
+        ctas_per_sm=_ctas_per_sm(arch, entry.registers, shared, threads) if threads else 0,
+        fits=fits,
+        problem=problem,
     )
+
+
+def _ctas_per_sm(arch: Arch, registers: int, shared: int, threads: int) -> int:
+    """Blocks an SM has room for: its shared memory, and 65,536 registers given out 256 a warp."""
+    warp_registers = -(-registers * 32 // 256) * 256
+    by_registers = 65_536 // (warp_registers * (threads // 32))
+    return min(arch.smem_per_sm // (shared + SMEM_RESERVED), by_registers)
 
 
 def show(rows: list[Row], toolkit: Toolkit) -> str:
     """The table, with a summary line below it."""
-    head = ("arch", "module", "variant", "regs", "spill", "local", "smem", "limit", "")
+    head = ("arch", "module", "variant", "regs", "spill", "local", "smem", "limit", "CTAs/SM", "")
     lines = [
         (
             f"sm_{row.arch}",
@@ -243,6 +264,7 @@ def show(rows: list[Row], toolkit: Toolkit) -> str:
             str(row.local_bytes),
             str(row.static_shared + row.dynamic_shared),
             str(row.shared_limit),
+            str(row.ctas_per_sm or "-"),
             row.problem or ("" if row.fits else "not selected"),
         )
         for row in rows

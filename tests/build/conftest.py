@@ -14,6 +14,7 @@ from invented import PATCH, write, write_tree  # noqa: E402
 from mla_fp8kv_build import pin as pins  # noqa: E402
 from mla_fp8kv_build import series  # noqa: E402
 
+
 @pytest.fixture
 def release(tmp_path, monkeypatch):
     """The pin of the invented release; its pristine tree, series and touched.sha256 exist."""

@@ -1,0 +1,146 @@
+"""The resource table reads the compiler's report and fails on what it must fail on."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from mla_fp8kv_build import arch, resources
+from mla_fp8kv_build.errors import BuildError
+from mla_fp8kv_build.toolchain import Toolkit
+
+TILE = "NS_4TileILi{rows}ELi4ELi64ELi2ELi1ELi2ELi64ELb{scales}EEE"
+KERNEL = "_ZN9mla_fp8kv16attention_kernelI" + TILE + "LNS_6FormatE0ELb0EEEvNS_6ParamsE"
+MERGE = "_ZN9mla_fp8kv12merge_kernelILi{rows}ELb{scales}EEEvNS_6ParamsE"
+TOOLKIT = Toolkit(Path("/cuda"), "13.0.88")
+
+
+def report(symbol: str, stack=0, stores=0, loads=0, registers=168, shared="") -> str:
+    return (
+        "ptxas info    : 0 bytes gmem\n"
+        f"ptxas info    : Compiling entry function '{symbol}' for 'sm_90a'\n"
+        f"ptxas info    : Function properties for {symbol}\n"
+        f"    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
+        f"ptxas info    : Used {registers} registers, used 1 barriers{shared}, 400 bytes cmem[0]\n"
+    )
+
+
+def row(name: str, text: str, dynamic: int, threads: int = 128) -> resources.Row:
+    (one,) = arch.parse_list(name)
+    (entry,) = resources.parse_report(text)
+    return resources._row(one, resources.Module("e4m3", 64), entry, dynamic, threads)
+
+
+def test_a_report_becomes_entries():
+    text = report(KERNEL.format(rows=16, scales=1), shared=", 1024 bytes smem") + report(
+        MERGE.format(rows=64, scales=0), registers=96
+    )
+    attention, merge = resources.parse_report(text)
+    assert attention == resources.Entry(
+        variant="attention 16 rows, group scales",
+        tile="mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true>",
+        rows=16,
+        registers=168,
+        spill_bytes=0,
+        local_bytes=0,
+        static_shared=1024,
+    )
+    assert (merge.variant, merge.tile, merge.registers) == ("merge 64 rows", "", 96)
+
+
+@pytest.mark.parametrize("text", ["", "ptxas info    : Compiling entry function 'x' for 'sm_90a'"])
+def test_a_report_of_another_form_is_an_error(text):
+    with pytest.raises(BuildError, match="not in the form"):
+        resources.parse_report(text)
+
+
+def test_an_unknown_kernel_is_an_error():
+    with pytest.raises(BuildError, match="does not know the kernel other"):
+        resources.parse_report(report("_Z5otheri"))
+
+
+def test_spills_and_local_memory_are_problems():
+    symbol = KERNEL.format(rows=8, scales=0)
+    assert row("90a", report(symbol), 85_728).problem == ""
+    assert row("90a", report(symbol, stack=16, stores=12, loads=12), 85_728).problem == "spills"
+    assert row("90a", report(symbol, stack=16), 85_728).problem == "uses local memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "shared", "fits", "problem"),
+    [
+        ("86", 32, 101_376, True, ""),
+        ("86", 32, 101_377, False, "does not fit"),
+        ("120a", 64, 204_544, False, ""),
+        ("80", 64, 204_544, False, ""),
+        ("90a", 64, 204_544, True, ""),
+        ("90a", 64, 232_449, False, "does not fit"),
+    ],
+)
+def test_a_variant_must_fit_where_it_is_selected(name, rows, shared, fits, problem):
+    found = row(name, report(KERNEL.format(rows=rows, scales=0)), shared)
+    assert (found.fits, found.problem) == (fits, problem)
+
+
+def test_static_and_dynamic_shared_memory_count_together():
+    text = report(KERNEL.format(rows=8, scales=0), shared=", 1024 bytes smem")
+    assert row("86", text, 101_376 - 1024).fits
+    assert not row("86", text, 101_376 - 1023).fits
+
+
+@pytest.mark.parametrize(
+    ("name", "registers", "shared", "threads", "ctas"),
+    [
+        ("90a", 168, 85_728, 128, 2),  # by shared memory: 233,472 // 86,752
+        ("90a", 255, 50_000, 128, 2),  # by registers: 65,536 // (256 * 128)
+        ("86", 168, 85_728, 128, 1),
+        ("90a", 255, 204_544, 256, 1),
+        ("80", 168, 82_944, 128, 2),  # 167,936 // 83,968, to the byte
+        ("80", 168, 82_945, 128, 1),
+    ],
+)
+def test_blocks_an_sm_has_room_for(name, registers, shared, threads, ctas):
+    text = report(KERNEL.format(rows=8, scales=0), registers=registers)
+    assert row(name, text, shared, threads).ctas_per_sm == ctas
+
+
+def test_dynamic_shared_memory_comes_from_the_kernels_traits():
+    tile = "mla_fp8kv::Tiles<64>::Rows8"
+    ((shared, threads),) = resources._launches([tile])
+    # Q, two slots of 64 tokens x 576 B and P fit a block of the smallest GPU.
+    assert 2 * 64 * 576 < shared <= 101_376 and threads % 32 == 0
+
+
+def test_the_table_and_its_json_say_the_same():
+    good = row("90a", report(KERNEL.format(rows=8, scales=0)), 85_728)
+    bad = dataclasses.replace(good, problem="spills", spill_bytes=24)
+    text = resources.show([good, bad], TOOLKIT)
+    assert "e4m3 kpe 64  attention  8 rows  168   0" in text
+    assert text.endswith("2 kernels on 1 architectures with nvcc 13.0.88: 1 with a problem")
+    stored = json.loads(resources.as_json([good, bad], TOOLKIT))
+    assert stored["nvcc"] == "13.0.88"
+    assert stored["rows"] == [dataclasses.asdict(good), dataclasses.asdict(bad)]
+
+
+def test_every_module_is_compiled_for_every_architecture():
+    for one in arch.SUPPORTED:
+        names = {(m.kv_format, m.kpe, m.bits) for m in resources.modules(one)}
+        shipped = {(f, k, False) for f in ("e4m3", "e5m2") for k in (64, 0)}
+        assert shipped <= names
+        assert (("e4m3", 64, True) in names) == (one.name == "90a")
+
+
+@pytest.mark.parametrize("text", ["90a", "sm_90a", "9.0a", "90", "SM90"])
+def test_names_of_an_architecture(text):
+    (found,) = arch.parse_list(text)
+    assert (found.name, found.flashinfer) == ("90a", "9.0a")
+
+
+def test_lists_of_architectures():
+    assert [one.flashinfer for one in arch.parse_list("80, 120a 10.0a")] == [
+        "8.0",
+        "12.0a",
+        "10.0a",
+    ]
+    with pytest.raises(BuildError, match="Architecture 75 is not supported; supported are 80, 86"):
+        arch.parse_list("80,75")
