@@ -73,6 +73,7 @@ def bundle(
         (top / "README.md").write_text(
             readme.format(version=pin.wheel_version, archs=names, python=python_version)
         )
+        (top / "COMMIT").write_text(_commit() + "\n")
         with files.new_file(target) as partial:
             _archive(top, partial)
             size = partial.stat().st_size
@@ -141,6 +142,17 @@ def _copy_tests(top: Path) -> None:
                 shutil.copyfile(path, copy)
         elif source.is_file():
             shutil.copyfile(source, top / name)
+
+
+def _commit() -> str:
+    """The checkout's commit, with -dirty when it differs from it; what the benchmark reports."""
+    result = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip() or "unknown"
 
 
 def _archive(top: Path, target: Path) -> None:
