@@ -64,7 +64,6 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         if reason := capability.unsupported_reason(
             capability=capability.compute_capability(workspace.device),
             q_data_type=args.q_data_type,
-            kv_data_type=args.kv_data_type,
             output_dtype=args.output_dtype,
             head_dim_ckv=args.head_dim_ckv,
             head_dim_kpe=args.head_dim_kpe,
@@ -160,14 +159,18 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         self._query_tokens = int(qo_indptr_host[kv_len_host.numel()])
         widths = (head_dim_ckv + head_dim_kpe, head_dim_ckv, head_dim_kpe)
         names = ("query", "q_nope", "q_pe")
-        self._query_checks = self._checks(names, num_heads, widths, q_data_type, "q_data_type")
+        self._query_checks = self._tensor_checks(
+            names, num_heads, widths, q_data_type, "q_data_type"
+        )
         names = ("kv_cache", "ckv_cache", "kpe_cache")
-        self._cache_checks = self._checks(names, page_size, widths, kv_data_type, "kv_data_type")
-        (self._check_out,) = self._checks(
+        self._cache_checks = self._tensor_checks(
+            names, page_size, widths, kv_data_type, "kv_data_type"
+        )
+        (self._check_out,) = self._tensor_checks(
             ("out",), num_heads, widths[1:2], q_data_type, "output_dtype"
         )
 
-    def _checks(self, names, rows, widths, dtype, dtype_name):
+    def _tensor_checks(self, names, rows, widths, dtype, dtype_name):
         return [
             checks.TensorCheck(name, (None, rows, width), dtype, self.device, dtype_name)
             for name, width in zip(names, widths, strict=True)

@@ -2,7 +2,6 @@
 
 import torch
 
-KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIM_CKV = 512
 HEAD_DIMS_KPE = (64, 0)
@@ -27,21 +26,15 @@ def unsupported_reason(
     *,
     capability: tuple[int, int],
     q_data_type: torch.dtype,
-    kv_data_type: torch.dtype,
     output_dtype: torch.dtype,
     head_dim_ckv: int,
     head_dim_kpe: int,
 ) -> str | None:
-    """One sentence saying why a plan cannot use the FP8 KV kernels, or None when it can."""
+    """One sentence saying why a plan with FP8 KV cannot be served, or None when it can."""
     if capability < MIN_COMPUTE_CAPABILITY:
         return (
             "MLA with an FP8 KV cache needs compute capability 8.0 or newer, "
             f"this device has {capability[0]}.{capability[1]}."
-        )
-    if kv_data_type not in KV_DTYPES:
-        return (
-            f"kv_data_type must be {KV_DTYPES[0]} or {KV_DTYPES[1]} for MLA with an FP8 KV cache, "
-            f"got {kv_data_type}."
         )
     if q_data_type not in QUERY_DTYPES:
         return (
