@@ -87,6 +87,15 @@ def verify_step(backend, seq_lens=(12, 250), draft_tokens=4, write=False, **opti
     return Step(backend, batch, tokens, torch.cat(slots) if write else None, **options)
 
 
+def draft_extend_step(backend, prefix_lens=(12, 250), draft_tokens=4, write=False, **options):
+    """The draft model's extend after a verify: its plan gets host arrays, by a path of its own."""
+    new = [draft_tokens] * len(prefix_lens)
+    step = extend_step(backend, prefix_lens, new, write, **options)
+    step.batch.forward_mode = ForwardMode.DRAFT_EXTEND_V2
+    step.batch.spec_info = stand_in.verify_input(draft_tokens)
+    return step
+
+
 def _eager(make_step):
     def run(backend, *args, layer_id=0, **options):
         step = make_step(backend, *args, **options)
@@ -96,7 +105,9 @@ def _eager(make_step):
     return run
 
 
-decode, extend, verify = map(_eager, (decode_step, extend_step, verify_step))
+decode, extend, verify, draft_extend = map(
+    _eager, (decode_step, extend_step, verify_step, draft_extend_step)
+)
 
 
 def _replayed(make_step, tokens_per_request, lengths):
@@ -119,6 +130,7 @@ ALL = {
     "decode": decode,
     "extend": extend,
     "verify": verify,
+    "draft extend": draft_extend,
     "graph decode": _replayed(decode_step, 1, ((1, 1), (5, 70), (6, 71))),
     "graph verify": _replayed(verify_step, 4, ((1, 1), (9, 70))),
 }
