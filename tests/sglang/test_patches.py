@@ -1,6 +1,8 @@
 """The source patches: they fit the real files, and do what the plug-in does."""
 
 import hashlib
+import json
+import os
 import re
 import subprocess
 import sys
@@ -190,3 +192,37 @@ def test_wheel_carries_the_patches():
     for file in (repository / "patches" / "sglang").glob("*/*.patch"):
         name = f"mla_fp8kv/{file.relative_to(repository).as_posix()}"
         assert shipped[name] == file.read_bytes()
+
+
+def run_0_5_9(tmp_path, name, text):
+    """What 0.5.9's backend file with this text does with pools of each dtype."""
+    pytest.importorskip("torch")
+    tree = tmp_path / name
+    file = tree / FILE
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    for folder in file.relative_to(tree).parents[:-1]:
+        (tree / folder / "__init__.py").touch()
+    script = Path(__file__).with_name("run_0_5_9.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(tree)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_patched_0_5_9_casts_no_pool(wheels, tmp_path):
+    text = wheels["0.5.9"].decode()
+    before = run_0_5_9(tmp_path, "released", text)
+    patch = sglang_patch.Patch(sglang_patch.available()["0.5.9"])
+    after = run_0_5_9(tmp_path, "patched", patch.apply(text))
+    for name, dtype in (("e4m3", "torch.float8_e4m3fn"), ("e5m2", "torch.float8_e5m2")):
+        assert before[name]["casts"] > 0 and before[name]["run"] == ["torch.bfloat16"]
+        assert after[name]["casts"] == 0 and after[name]["run"] == [dtype]
+        assert after[name]["planned"] == [f"torch.bfloat16 {dtype}"]
+        assert after[name]["outputs"] == before[name]["outputs"]
+    assert after["bf16"] == before["bf16"]
+    assert after["packed rows"] == "torch.bfloat16"

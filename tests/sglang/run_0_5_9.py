@@ -1,0 +1,126 @@
+"""Runs SGLang 0.5.9's backend file on the CPU: python run_0_5_9.py FOLDER, prints JSON.
+
+FOLDER holds the file as sglang/<path>, as released or patched; a process of its own, because
+another SGLang may be installed. Stood in for: everything else of SGLang, and FlashInfer's wrappers.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import slim_sglang
+import stand_in
+import torch
+
+HEADS, SLOTS, CONTEXT = 8, 2048, 512
+
+
+class GatherIndices:
+    """In the place of the Triton kernel create_flashinfer_kv_indices_triton."""
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, table, rows, lengths, indptr, start, out, stride):
+        for row, length, first in zip(
+            rows.tolist(), lengths.tolist(), indptr.tolist(), strict=False
+        ):
+            out[first : first + length] = table[row, :length]
+
+
+def answers() -> dict:
+    """What a plain single-GPU server of 0.5.9 says."""
+    arguments = SimpleNamespace(
+        disaggregation_mode="null",
+        disable_chunked_prefix_cache=False,
+        flashinfer_mla_disable_ragged=False,
+    )
+    workspace = SimpleNamespace(get=lambda: 1 << 10)
+    off = SimpleNamespace(get=lambda: False)
+    return {
+        "sglang.srt.server_args": {"get_global_server_args": lambda: arguments},
+        "sglang.srt.layers.dp_attention": {"get_attention_tp_size": lambda: 1},
+        "sglang.srt.layers.attention.flashinfer_backend": {
+            "create_flashinfer_kv_indices_triton": GatherIndices()
+        },
+        "sglang.srt.environ": {
+            "envs": SimpleNamespace(
+                SGLANG_FLASHINFER_WORKSPACE_SIZE=workspace, SGLANG_ENABLE_TORCH_COMPILE=off
+            )
+        },
+        "sglang.srt.utils": {"is_flashinfer_available": lambda: False},
+    }
+
+
+class Pool:
+    """MLATokenToKVPool as far as the file reads it."""
+
+    def __init__(self, dtype, width=stand_in.ROW):
+        self.dtype, self.size, self.kv_cache_dim = dtype, SLOTS, width
+        buffer = torch.zeros(SLOTS + 1, 1, width, dtype=dtype)
+        self.kv_buffer = [buffer.view(torch.uint8) if dtype.itemsize == 1 else buffer]
+        stand_in.fill_pool(self)
+
+    def get_key_buffer(self, layer_id):
+        return self.kv_buffer[layer_id].view(self.dtype)
+
+
+class Mode(SimpleNamespace):
+    def __getattr__(self, name):
+        return lambda: name == self.is_true
+
+
+def steps(module, pool) -> dict:
+    """Casts of the pool, what was planned and run, and the outputs, of decode and paged extend."""
+    runner = stand_in.model_runner(pool, heads=HEADS, context=CONTEXT)
+    backend = module.FlashInferMLAAttnBackend(runner)
+    outputs = []
+    with stand_in.PoolSpy(pool) as spy:
+        for forward, mode, tokens, lengths, prefixes in (
+            ("forward_decode", "is_decode_or_idle", 2, [5, 300], None),
+            ("forward_extend", "is_extend", 9, [7, 205], [3, 200]),
+        ):
+            batch = stand_in.batch(Mode(is_true=mode), lengths, prefix_lens=prefixes)
+            batch.token_to_kv_pool, batch.out_cache_loc = pool, None
+            backend.init_forward_metadata(batch)
+            generator = torch.Generator().manual_seed(1)
+            q = torch.randn(tokens, HEADS * stand_in.ROW, generator=generator).bfloat16()
+            output = getattr(backend, forward)(
+                q, None, None, stand_in.layer(HEADS), batch, save_kv_cache=False
+            )
+            outputs.append(output.float().flatten()[::97].tolist())
+    wrapper = stand_in.CpuMlaWrapper
+    found = {
+        "casts": len(spy.casts),
+        "planned": sorted({f"{plan.q} {plan.kv}" for plan in wrapper.plans}),
+        "run": sorted({str(run.kv) for run in wrapper.runs}),
+        "outputs": outputs,
+    }
+    wrapper.plans.clear()
+    wrapper.runs.clear()
+    return found
+
+
+def main(folder: str) -> None:
+    slim_sglang.ANSWERS = answers()
+    slim_sglang.activate(Path(folder))
+    module = importlib.import_module("sglang.srt.layers.attention.flashinfer_mla_backend")
+    module.BatchMLAPagedAttentionWrapper = stand_in.CpuMlaWrapper
+    module.BatchPrefillWithRaggedKVCacheWrapper = stand_in.RaggedWrapper
+    pools = {
+        "e4m3": Pool(torch.float8_e4m3fn),
+        "e5m2": Pool(torch.float8_e5m2),
+        "bf16": Pool(torch.bfloat16),
+    }
+    with stand_in.OnCpu():
+        found = {name: steps(module, pool) for name, pool in pools.items()}
+    if hasattr(module, "mla_cache_dtype"):
+        packed = stand_in.model_runner(Pool(torch.float8_e4m3fn, width=656))
+        found["packed rows"] = str(module.mla_cache_dtype(packed))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
