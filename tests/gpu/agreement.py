@@ -1,4 +1,4 @@
-"""Calls whose results the host execution of the kernels (tests/host) left in data/host_agreement.npz.
+"""Calls whose results on the host (tests/host) are in data/host_agreement.npz.
 
 Shared by test_host_agreement.py, which repeats them on a GPU, and tests/host, which makes and
 checks the file. numpy only.
@@ -15,8 +15,8 @@ POOL_TOKENS, QUERY_ROWS = 100, 24
 
 @dataclass(frozen=True)
 class AgreementCase:
-    """rows: of the tile. bits: widened by bit placement. Requests take their tokens in turn from one
-    scattered page table over the pool."""
+    """rows: of the tile. bits: widened by bit placement. The requests' pages are scattered over one
+    pool."""
 
     name: str
     rows: int

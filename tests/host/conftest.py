@@ -1,4 +1,4 @@
-"""Lets the tests here import their modules, and compiles what the chosen tests need side by side."""
+"""Lets the tests here import their modules, and compiles what they need side by side."""
 
 import os
 import sys
@@ -21,7 +21,9 @@ def compiled(request: pytest.FixtureRequest) -> None:
     cases = [p.params["case"] for p in parameters if p and isinstance(p.params.get("case"), Case)]
     variants = {tuple(sorted(defines_of(case).items())) for case in cases}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(
-            lambda v: compile_library("kernel_runner.cpp", dict(v)), sorted(variants)
-        ):
-            pass
+        tasks = [pool.submit(compile_library, "kernel_runner.cpp", dict(v)) for v in variants]
+    try:
+        for task in tasks:
+            task.result()
+    except RuntimeError as error:  # said once, and mutations.py can tell it from a failed test
+        pytest.exit(str(error), returncode=9)

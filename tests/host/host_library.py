@@ -29,7 +29,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def compile_library(source: str, defines: dict[str, int]) -> Path:
+def compile_library(source: str, defines: dict[str, int | str]) -> Path:
     """The shared library of `source`, a file name in this folder.
 
     Raises RuntimeError with the compiler's words if it does not compile.
@@ -55,5 +55,5 @@ def compile_library(source: str, defines: dict[str, int]) -> Path:
     return library
 
 
-def load_library(source: str, defines: dict[str, int]) -> ctypes.CDLL:
+def load_library(source: str, defines: dict[str, int | str]) -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_library(source, defines)))

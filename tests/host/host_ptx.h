@@ -40,6 +40,10 @@ struct alignas(16) U4 {
   uint32_t x, y, z, w;
 };
 
+MLA_DEVICE const uint8_t* advance(const uint8_t* base, uint32_t chunks) {
+  return base + static_cast<uint64_t>(chunks) * 16;
+}
+
 template <class T>
 T load_global(const char* op, const T* p) {
   h::current->read_global(op, p, sizeof(T));

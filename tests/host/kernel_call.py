@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import re
 
 import numpy as np
-from host_library import load_library
+from host_library import KERNEL, load_library
 
 CKV_DIM = 512
 GROUP_DIMS = 128
 UNTOUCHED = 0xABCD  # what `out` holds before the call, as 16-bit words
 
 
+# ---- the shipped tiles, as traits.cuh names them
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    rows: int
+    tokens: int
+    scaled: str  # the tile that computes its work items when there are group scales
+
+
+def _read_tiles() -> dict[str, Tile]:
+    text = (KERNEL / "traits.cuh").read_text()
+    found = re.findall(r"using (Rows\w+) = Tile<(\d+), \d+, (\d+),", text)
+    return {
+        name: Tile(int(rows), int(tokens), f"ScaledRows{min(int(rows), 16)}")
+        for name, rows, tokens in found
+    }
+
+
+TILES = _read_tiles()
+
 # ---- formats
 
 
 def fp8_values(e5m2: bool) -> np.ndarray:
-    """float64 [256], the value of each code: e4m3fn (0x7f and 0xff are NaN, no infinity) or e5m2."""
+    """float64 [256], the value of each code: e4m3fn (no infinity, 2 NaN) or e5m2."""
     code = np.arange(256)
     mantissa_bits, bias = (2, 15) if e5m2 else (3, 7)
     exponent = (code & 0x7F) >> mantissa_bits
@@ -68,7 +90,7 @@ class Case:
 
     requests: list[tuple[int, int]]
     heads: int
-    tile_rows: int
+    tile: str  # of TILES
     kpe_dim: int = 64
     e5m2: bool = False
     bits: bool = False  # the conversion of GPUs without FP8 hardware
@@ -198,12 +220,13 @@ class Outcome:
     conflicts: dict[str, tuple[int, int]]  # operation: accesses of a warp, extra passes
 
 
-def defines_of(case: Case) -> dict[str, int]:
+def defines_of(case: Case) -> dict[str, int | str]:
     return {
-        "MLA_FP8KV_TILE_ROWS": case.tile_rows,
+        "MLA_FP8KV_TILE": TILES[case.tile].scaled if case.group_scales else case.tile,
+        "MLA_FP8KV_PLAN_ROWS": TILES[case.tile].rows,
+        "MLA_FP8KV_PLAN_TOKENS": TILES[case.tile].tokens,
         "MLA_FP8KV_E5M2": int(case.e5m2),
         "MLA_FP8KV_KPE": case.kpe_dim,
-        "MLA_FP8KV_GROUP_SCALES": int(case.group_scales),
         "MLA_FP8KV_HAS_CVT_E4M3": int(not case.bits),
     }
 
@@ -288,8 +311,8 @@ def expect(case: Case, i: Inputs) -> Expected:
     """Attention in float64 on the exactly widened cache, and how far the kernel may stray from it.
 
     The bound follows the kernel's roundings: one 16-bit rounding of the output; P and the partial
-    outputs in FP16 (2^-11 each, relative to P |V|); logits in FP32 and, with a ratio of scales that
-    is no power of two, q_pe in FP16.
+    outputs in FP16 (2^-11 each, relative to P |V|), with group scales P, the scale and their
+    product instead; logits in FP32 and, with a scale ratio that is no power of two, q_pe in FP16.
     """
     values = fp8_values(case.e5m2)
     tokens, heads = i.q_nope.shape[:2]
@@ -297,6 +320,7 @@ def expect(case: Case, i: Inputs) -> Expected:
     lse = np.full((tokens, heads), np.nan)
     out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
     q_nope, q_pe = from_16_bits(i.q_nope, case.bf16), from_16_bits(i.q_pe, case.bf16)
+    roundings = 3 if case.group_scales else 2
     half_ulp = 2.0**-8 if case.bf16 else 2.0**-11
     ratio_is_exact = np.log2(case.kpe_scale / case.ckv_scale) % 1 == 0
     for b, (qo_len, kv_len) in enumerate(case.requests):
@@ -332,7 +356,7 @@ def expect(case: Case, i: Inputs) -> Expected:
             magnitude = p @ np.abs(v)
             out_bound[token] = (
                 half_ulp * np.abs(out[token])
-                + (2.0**-10 + 2 * logit_error[:, None]) * magnitude
+                + (roundings * 2.0**-11 + 2 * logit_error[:, None]) * magnitude
                 + seen * 2.0**-25 * np.abs(v).max()
             )
             lse_bound[token] = 2 * (logit_error + 2.0**-20)

@@ -1,7 +1,7 @@
 // One attention call on the host: the plan, the attention kernel and the merge kernel of
-// python/mla_fp8kv/kernel, as the binding launches them. Compiled once for each
-// MLA_FP8KV_TILE_ROWS, _E5M2, _KPE, _GROUP_SCALES and _HAS_CVT_E4M3 (1: what SM89 and newer compile
-// to; 0: SM80 and SM86).
+// python/mla_fp8kv/kernel, as the binding launches them. Compiled once for each MLA_FP8KV_TILE (a
+// name in traits.cuh) and the plan's tile (_PLAN_ROWS, _PLAN_TOKENS), _E5M2, _KPE and _HAS_CVT_E4M3
+// (1: what SM89 and newer compile to; 0: SM80 and SM86).
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -41,33 +41,7 @@ struct Call {
 namespace {
 
 constexpr Format kFormat = MLA_FP8KV_E5M2 ? Format::kE5M2 : Format::kE4M3;
-constexpr bool kScaled = MLA_FP8KV_GROUP_SCALES != 0;
-
-// The tile a plan chooses, and the one that computes it when there are group scales.
-template <int Rows>
-struct TileOf;
-template <>
-struct TileOf<8> {
-  using Plain = Tiles<MLA_FP8KV_KPE>::Rows8;
-  using Scaled = Tiles<MLA_FP8KV_KPE>::ScaledRows8;
-};
-template <>
-struct TileOf<16> {
-  using Plain = Tiles<MLA_FP8KV_KPE>::Rows16;
-  using Scaled = Tiles<MLA_FP8KV_KPE>::ScaledRows16;
-};
-template <>
-struct TileOf<32> {
-  using Plain = Tiles<MLA_FP8KV_KPE>::Rows32;
-  using Scaled = Tiles<MLA_FP8KV_KPE>::ScaledRows16;
-};
-template <>
-struct TileOf<64> {
-  using Plain = Tiles<MLA_FP8KV_KPE>::Rows64;
-  using Scaled = Tiles<MLA_FP8KV_KPE>::ScaledRows16;
-};
-using PlanTile = TileOf<MLA_FP8KV_TILE_ROWS>::Plain;
-using T = std::conditional_t<kScaled, TileOf<MLA_FP8KV_TILE_ROWS>::Scaled, PlanTile>;
+using T = Tiles<MLA_FP8KV_KPE>::MLA_FP8KV_TILE;
 
 Params make_params(const Call& call) {
   Params p{};
@@ -100,8 +74,9 @@ Params make_params(const Call& call) {
 }
 
 void run(const Call& call, host::Report& report) {
-  constexpr int64_t kPlanRows = PlanTile::kRows, kPartialElement = kScaled ? 4 : 2;
-  const TileShape tile = make_tile_shape(PlanTile::kRows, PlanTile::kTokens, PlanTile::kCtasPerSm);
+  // The tile the plan chose; with group scales, T may have fewer rows and do it in parts.
+  constexpr int64_t kPlanRows = MLA_FP8KV_PLAN_ROWS, kPartialElement = T::kGroupScales ? 4 : 2;
+  const TileShape tile = make_tile_shape(kPlanRows, MLA_FP8KV_PLAN_TOKENS, T::kCtasPerSm);
   const PlanInput input{call.qo_indptr, call.kv_indptr, call.kv_len,
                         call.batch,     call.heads,     call.causal != 0};
   const int64_t slots = max_slots(call.grid);
@@ -147,7 +122,7 @@ void run(const Call& call, host::Report& report) {
   shape.reverse_warps = call.reverse_warps != 0;
   shape.count_conflicts = call.count_conflicts != 0;
   shape.grid_x = call.grid;
-  shape.grid_y = PlanTile::kRows / T::kRows;
+  shape.grid_y = kPlanRows / T::kRows;
   shape.threads = T::kThreads;
   shape.shared_bytes = T::kSharedBytes;
   host::launch(shape, global, report, call.workers,
@@ -157,7 +132,7 @@ void run(const Call& call, host::Report& report) {
   shape.threads = kMergeThreads;
   shape.shared_bytes = kMergeSharedBytes;
   host::launch(shape, global, report, call.workers,
-               [&] { merge_kernel<PlanTile::kRows, kScaled>(p); });
+               [&] { merge_kernel<kPlanRows, T::kGroupScales>(p); });
 }
 
 }  // namespace

@@ -533,8 +533,9 @@ class Block {
     const auto lane = static_cast<int16_t>(thread % kLanes);
     return {clock, touch.clock == clock && touch.lane != lane ? kSeveral : lane};
   }
-  void race(const char* op, const char* other) {
-    fault(std::string("race: ") + op + " and " + other +
+  void race(const char* op, const char* other, bool one_warp) {
+    fault(std::string("race: ") + op + " and " + other + " of " +
+          (one_warp ? "two lanes of a warp" : "two warps") +
           " touch the same shared bytes with no barrier between");
   }
   void check_state(const char* op, uint32_t word) {
@@ -545,21 +546,20 @@ class Block {
   }
   void check_writer(const char* op, uint32_t word, int thread) {
     const Word& w = words_[word];
-    if (w.clock != 0 && !ordered(w.writer, w.clock, thread)) race(op, w.written_by);
+    if (w.clock == 0 || ordered(w.writer, w.clock, thread)) return;
+    race(op, w.written_by, w.writer / kLanes == thread / kLanes);
   }
   void check_readers(const char* op, uint32_t word, int thread) {
     for (int warp = 0; warp < num_warps_; ++warp) {
-      if (!ordered(accesses_[static_cast<size_t>(word) * num_warps_ + warp].read, warp, thread)) {
-        race(op, words_[word].read_by);
-      }
+      if (ordered(accesses_of(warp * kLanes, word).read, warp, thread)) continue;
+      race(op, words_[word].read_by, warp == thread / kLanes);
     }
   }
   void check_atomics(const char* op, uint32_t word, int thread) {
     if (words_[word].updated_by == nullptr) return;
     for (int warp = 0; warp < num_warps_; ++warp) {
-      if (!ordered(accesses_[static_cast<size_t>(word) * num_warps_ + warp].atomic, warp, thread)) {
-        race(op, words_[word].updated_by);
-      }
+      if (ordered(accesses_of(warp * kLanes, word).atomic, warp, thread)) continue;
+      race(op, words_[word].updated_by, warp == thread / kLanes);
     }
   }
   void check_read(const char* op, uint32_t word, int thread) {

@@ -90,7 +90,7 @@ def test_mma_special_values(library: ctypes.CDLL, value: float) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_ldmatrix_layout(library: ctypes.CDLL, kind: int) -> None:
-    """Thread T holds elements 2(T%4), 2(T%4)+1 of row T/4 of a matrix; transposed: of column T/4."""
+    """Thread T holds elements 2(T%4), 2(T%4)+1 of row T/4; transposed: of column T/4."""
     rng = np.random.default_rng(kind)
     shared = rng.integers(0, 1 << 16, (64, 8)).astype(np.uint16)  # 64 rows of 16 bytes
     at = rng.permutation(64)[:32]
@@ -285,7 +285,8 @@ def test_right_programs_have_no_fault(library: ctypes.CDLL, name: str) -> None:
     assert faults_of(library, name) == ""
 
 
-RACE = "race: {} and {} touch the same shared bytes with no barrier between"
+RACE = "race: {} and {} of two warps touch the same shared bytes with no barrier between"
+LANES_RACE = RACE.replace("two warps", "two lanes of a warp")
 
 
 @pytest.mark.parametrize(
@@ -294,13 +295,13 @@ RACE = "race: {} and {} touch the same shared bytes with no barrier between"
         ("exchange between warps, no barrier", RACE.format("st.shared", "ld.shared")),
         ("exchange between warps, no barrier, reversed", RACE.format("st.shared", "ld.shared")),
         ("exchange between warps, warp barrier only", RACE.format("ld.shared", "st.shared")),
-        ("exchange within a warp, no barrier", RACE.format("st.shared", "ld.shared")),
+        ("exchange within a warp, no barrier", LANES_RACE.format("st.shared", "ld.shared")),
         ("write after read, no barrier", RACE.format("st.shared", "ld.shared")),
         ("atomic maximum read without barrier", RACE.format("red.shared.max", "ld.shared")),
         ("atomic maximum of unordered bytes", RACE.format("red.shared.max", "st.shared")),
         ("copy over bytes another warp still reads", RACE.format("cp.async", "ld.shared")),
         ("copy, other warp's bytes, wait only", RACE.format("cp.async", "ld.shared")),
-        ("copy, other lane's bytes, wait only", RACE.format("cp.async", "ld.shared")),
+        ("copy, other lane's bytes, wait only", LANES_RACE.format("cp.async", "ld.shared")),
         ("copy, other warp's bytes, barrier before wait", RACE.format("ld.shared", "cp.async")),
         ("copy, no wait", "ld.shared reads shared memory whose cp.async was not waited for"),
         ("copy, no wait", "wrong value"),

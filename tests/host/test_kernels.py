@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 import pytest
 from kernel_call import (
+    TILES,
     Case,
     Inputs,
     check,
@@ -24,8 +25,7 @@ from kernel_call import (
     to_16_bits,
 )
 
-TILES = (8, 16, 32, 64)
-TOKENS = {8: 64, 16: 64, 32: 32, 64: 64}  # of a tile
+FIRST, LAST = list(TILES)[0], list(TILES)[-1]
 
 
 def parametrize(**cases: Case) -> pytest.MarkDecorator:
@@ -48,18 +48,19 @@ VARIANTS = {
 
 @parametrize(
     **{
-        f"{rows} rows, {name}": Case(
-            MIXED, 12, rows, causal=True, page_size=3, bf16=index % 2 == 0, **variant
+        f"{tile}, {name}, grid {grid}": Case(
+            MIXED, 12, tile, causal=True, page_size=3, bf16=index % 2 == 0, grid=grid, **variant
         )
-        for rows in TILES
+        for tile in TILES
         for index, (name, variant) in enumerate(VARIANTS.items())
+        for grid in (3, 40)  # several items a CTA; several CTAs a row
     },
     **{
-        f"{rows} rows, {name}": Case(MIXED, 5, rows, page_size=3, **variant)
-        for rows, name, variant in (
-            (8, "scales placed", {"bits": True, "group_scales": True}),
-            (16, "scales, e5m2, no kpe", {"group_scales": True, "e5m2": True, "kpe_dim": 0}),
-            (64, "no kpe placed", {"bits": True, "kpe_dim": 0}),
+        f"{tile}, {name}": Case(MIXED, 5, tile, page_size=3, **variant)
+        for tile, name, variant in (
+            (FIRST, "scales placed", {"bits": True, "group_scales": True}),
+            (FIRST, "scales, e5m2, no kpe", {"group_scales": True, "e5m2": True, "kpe_dim": 0}),
+            (LAST, "no kpe placed", {"bits": True, "kpe_dim": 0}),
         )
     },
 )
@@ -69,12 +70,12 @@ def test_variants(case: Case) -> None:
 
 @parametrize(
     **{
-        f"{rows} rows, {tokens} tokens": Case([(1, tokens)], 8, rows, grid=1)
-        for rows in TILES
+        f"{tile}, {tokens} tokens": Case([(1, tokens)], 8, tile, grid=1)
+        for tile in TILES
         for tokens in (
             *(1, 2, 15, 16, 17),
-            *(TOKENS[rows] - 1, TOKENS[rows], TOKENS[rows] + 1),
-            *(3 * TOKENS[rows] - 1, 3 * TOKENS[rows], 4 * TOKENS[rows] + 1),
+            *(TILES[tile].tokens - 1, TILES[tile].tokens, TILES[tile].tokens + 1),
+            *(3 * TILES[tile].tokens - 1, 3 * TILES[tile].tokens, 4 * TILES[tile].tokens + 1),
         )
     }
 )
@@ -84,8 +85,8 @@ def test_kv_len_at_tile_edges(case: Case) -> None:
 
 @parametrize(
     **{
-        f"{heads} heads x {queries}, {rows} rows": Case([(queries, 70)], heads, rows)
-        for rows in TILES
+        f"{tile}, {heads} heads x {queries}": Case([(queries, 70)], heads, tile)
+        for tile in TILES
         for heads, queries in (
             *((1, 1), (3, 1), (8, 1), (12, 1), (16, 1), (20, 1), (64, 1), (128, 1)),
             *((1, 7), (3, 3), (20, 2)),
@@ -98,14 +99,14 @@ def test_heads(case: Case) -> None:
 
 @parametrize(
     **{
-        f"{rows} rows, grid {grid}": Case([(1, 500), (2, 90)], 16, rows, grid=grid)
-        for rows in TILES
+        f"{tile}, grid {grid}": Case([(1, 500), (2, 90)], 16, tile, grid=grid)
+        for tile in TILES
         for grid in (1, 2, 7, 12)
     },
     # More than 32 partials of a row take the merge's narrow slices.
     **{
-        f"{rows} rows, 40 partials": Case([(1, 64 * 40)], 3, rows, grid=40, group_scales=scaled)
-        for rows, scaled in ((8, False), (64, False), (8, True))
+        f"{tile}, 40 partials": Case([(1, 64 * 40)], 3, tile, grid=40, group_scales=scaled)
+        for tile, scaled in ((FIRST, False), (LAST, False), (FIRST, True))
     },
 )
 def test_split_kv(case: Case) -> None:
@@ -114,11 +115,9 @@ def test_split_kv(case: Case) -> None:
 
 @parametrize(
     **{
-        f"{rows} rows, q {queries}, kv {tokens}": Case(
-            [(queries, tokens)], 4, rows, causal=True, grid=2
-        )
-        for rows in TILES
-        for queries, tokens in ((2, 65), (8, 70), (9, 9), (5, 2), (40, 100))
+        f"{tile}, q {queries}, kv {tokens}": Case([(queries, tokens)], 4, tile, causal=True, grid=2)
+        for tile in TILES
+        for queries, tokens in ((2, 64), (2, 65), (8, 70), (9, 9), (5, 2), (40, 100))
     }
 )
 def test_causal(case: Case) -> None:
@@ -128,7 +127,7 @@ def test_causal(case: Case) -> None:
 @parametrize(
     **{
         f"page size {page}, {name} caches": Case(
-            [(1, tokens), (1, 40)], 8, 8, page_size=page, joint_cache=name == "joint"
+            [(1, tokens), (1, 40)], 8, FIRST, page_size=page, joint_cache=name == "joint"
         )
         for page, tokens in ((1, 70), (3, 80), (16, 129), (64, 200), (128, 129))
         for name in ("joint", "separate")
@@ -148,11 +147,16 @@ SCALES = {
 
 @parametrize(
     **{
-        f"{name}, {variant}, {rows} rows": Case(
-            [(1, 200)], 8, rows, sm_scale=0.02 / scales["ckv_scale"], **scales, **VARIANTS[variant]
+        f"{name}, {variant}, {tile}": Case(
+            [(1, 200), (1, 30)],
+            8,
+            tile,
+            sm_scale=0.02 / scales["ckv_scale"],
+            **scales,
+            **VARIANTS[variant],
         )
         for name, scales in SCALES.items()
-        for rows, variant in ((8, "e4m3"), (64, "e4m3 placed"), (16, "scales"))
+        for tile, variant in ((FIRST, "e4m3"), (LAST, "e4m3 placed"), (FIRST, "scales"))
     }
 )
 def test_scales(case: Case) -> None:
@@ -161,14 +165,14 @@ def test_scales(case: Case) -> None:
 
 @parametrize(
     **{
-        f"{rows} rows, {'natural' if natural else 'base 2'}, grid {grid}": Case(
-            [(1, 150), (1, 0)], 8, rows, lse_base_e=natural, grid=grid
+        f"{tile}, {'natural' if natural else 'base 2'}, grid {grid}": Case(
+            [(1, 150), (1, 0)], 8, tile, lse_base_e=natural, grid=grid
         )
-        for rows in TILES
+        for tile in TILES
         for natural in (False, True)
         for grid in (1, 3)
     },
-    **{"no lse": Case([(1, 150), (1, 0)], 8, 8, lse=False)},
+    **{"no lse": Case([(1, 150), (1, 0)], 8, FIRST, lse=False)},
 )
 def test_lse(case: Case) -> None:
     check(case)
@@ -176,15 +180,15 @@ def test_lse(case: Case) -> None:
 
 @parametrize(
     **{
-        f"bf16, q x {magnitude:g}, {rows} rows": Case(
-            [(1, 90)], 8, rows, q_magnitude=magnitude, sm_scale=0.04 / magnitude
+        f"bf16, q x {magnitude:g}, {tile}": Case(
+            [(1, 90)], 8, tile, q_magnitude=magnitude, sm_scale=0.04 / magnitude
         )
         for magnitude in (1e30, 1e6, 1e-30)
-        for rows in TILES
+        for tile in TILES
     },
     **{
         f"fp16, q x {magnitude:g}": Case(
-            [(1, 90)], 8, 8, bf16=False, q_magnitude=magnitude, sm_scale=0.04 / magnitude
+            [(1, 90)], 8, FIRST, bf16=False, q_magnitude=magnitude, sm_scale=0.04 / magnitude
         )
         for magnitude in (1e4, 1e-3)
     },
@@ -193,10 +197,10 @@ def test_query_magnitude(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_rows_of_different_magnitude(rows: int) -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_rows_of_different_magnitude(tile: str) -> None:
     """Each row of Q has its own power-of-two scale; a row of zeros attends to all tokens alike."""
-    case = Case([(1, 90)], 8, rows, sm_scale=1.0)
+    case = Case([(1, 90)], 8, tile, sm_scale=1.0)
     inputs = make_inputs(case)
     for array in (inputs.q_nope, inputs.q_pe):
         values = from_16_bits(array, True) * 0.04 * 10.0 ** np.arange(-28, 4, 4)[:, None]
@@ -205,11 +209,11 @@ def test_rows_of_different_magnitude(rows: int) -> None:
     assert mismatch(case, inputs, run(case, inputs), expect(case, inputs)) == ""
 
 
-@pytest.mark.parametrize("rows", TILES)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("order", ["rising", "falling", "spikes"])
-def test_moving_maximum(rows: int, order: str) -> None:
+def test_moving_maximum(tile: str, order: str) -> None:
     """Scores far above and below the running reference, within and across tiles and partials."""
-    case = Case([(1, 6 * TOKENS[rows])], 8, rows, grid=2, sm_scale=0.05)
+    case = Case([(1, 6 * TILES[tile].tokens)], 8, tile, grid=2, sm_scale=0.05)
     inputs = make_inputs(case)
     tokens = case.requests[0][1]
     size = {
@@ -228,10 +232,10 @@ def test_moving_maximum(rows: int, order: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["e4m3", "e4m3 placed", "e5m2"])
-@pytest.mark.parametrize("rows", TILES)
-def test_all_codes_as_value(rows: int, variant: str) -> None:
-    """One token a request: the output is its 512 bytes, exactly. Codes visit each byte of a word."""
-    case = Case([(1, 1)] * 4, 8, rows, **VARIANTS[variant])
+@pytest.mark.parametrize("tile", TILES)
+def test_all_codes_as_value(tile: str, variant: str) -> None:
+    """One token a request: the output is its 512 bytes exactly. Codes visit all bytes of a word."""
+    case = Case([(1, 1)] * 4, 8, tile, **VARIANTS[variant])
     inputs = make_inputs(case)
     values = fp8_values(case.e5m2)
     for b in range(4):
@@ -245,10 +249,10 @@ def test_all_codes_as_value(rows: int, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["e4m3", "e4m3 placed", "e5m2"])
-@pytest.mark.parametrize("rows", TILES)
-def test_all_codes_as_key(rows: int, variant: str) -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_all_codes_as_key(tile: str, variant: str) -> None:
     """One token, one-hot queries: the LSE of row r is the byte at dim r. All 576 dims."""
-    case = Case([(9, 1), (9, 1)], 64, rows, **VARIANTS[variant], sm_scale=float(np.log(2)))
+    case = Case([(9, 1), (9, 1)], 64, tile, **VARIANTS[variant], sm_scale=float(np.log(2)))
     inputs = make_inputs(case)
     values = fp8_values(case.e5m2)
     inputs.q_nope[...] = 0
@@ -280,13 +284,13 @@ def test_all_codes_as_key(rows: int, variant: str) -> None:
         ("e5m2", [0x7C, 0x7D, 0x7E, 0x7F, 0xFC, 0xFD, 0xFE, 0xFF]),
     ],
 )
-@pytest.mark.parametrize("rows", TILES)
-def test_nan_codes_in_referenced_slots(rows: int, variant: str, codes: list[int]) -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_nan_codes_in_referenced_slots(tile: str, variant: str, codes: list[int]) -> None:
     """NaN (and infinity) in one token spreads as in float64 attention, and to no other request."""
     for index, code in enumerate(codes):
-        case = Case([(1, 70), (1, 70), (1, 3)], 8, rows, grid=2, **VARIANTS[variant])
+        case = Case([(1, 70), (1, 70), (1, 3)], 8, tile, grid=2, **VARIANTS[variant])
         inputs = make_inputs(case)
-        victim = inputs.kv_indices[70 + 23 * index % 70]
+        victim = inputs.kv_indices[70 + (11 + 23 * index) % 70]
         if index % 2 == 0:
             inputs.ckv[victim, 0, 101 + 7 * index] = code
         else:
@@ -306,9 +310,9 @@ def test_nan_codes_in_referenced_slots(rows: int, variant: str, codes: list[int]
 # ---- the same bits
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_bits_do_not_depend_on_layout_or_schedule(rows: int) -> None:
-    case = Case([(2, 150), (1, 40)], 12, rows, causal=True)
+@pytest.mark.parametrize("tile", TILES)
+def test_bits_do_not_depend_on_layout_or_schedule(tile: str) -> None:
+    case = Case([(2, 150), (1, 40)], 12, tile, causal=True)
     inputs = make_inputs(case)
     first = run(case, inputs)
     other = dataclasses.replace(case, page_size=3, joint_cache=False, reverse_warps=True)
@@ -328,16 +332,30 @@ def test_bits_do_not_depend_on_layout_or_schedule(rows: int) -> None:
     np.testing.assert_array_equal(first.lse, second.lse)
 
 
+def test_bits_do_not_depend_on_the_depth_of_the_ring() -> None:
+    """Tiles of the same rows and tokens differ in shared memory only."""
+    outcomes: dict[tuple[int, int], list[bytes]] = {}
+    for name, tile in TILES.items():
+        case = Case([(2, 400), (1, 40)], 12, name, causal=True, grid=5)
+        out = run(case, make_inputs(case)).out
+        outcomes.setdefault((tile.rows, tile.tokens), []).append(out.tobytes())
+    assert max(map(len, outcomes.values())) > 1
+    for same in outcomes.values():
+        assert len(set(same)) == 1
+
+
 # ---- the layout's promise
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", TILES)
-def test_no_bank_conflicts(rows: int, variant: str) -> None:
-    """None in the work on a tile. Staging Q, once an item, stores 8 of every 16 bytes: two passes."""
+@pytest.mark.parametrize("tile", TILES)
+def test_no_bank_conflicts(tile: str, variant: str) -> None:
+    """None in the work on a tile. Staging Q stores 8 of every 16 bytes, in two passes."""
 
     def conflicts(tiles: int) -> dict[str, tuple[int, int]]:
-        case = Case([(1, tiles * TOKENS[rows])], rows, rows, grid=1, **VARIANTS[variant])
+        case = Case(
+            [(1, tiles * TILES[tile].tokens)], TILES[tile].rows, tile, grid=1, **VARIANTS[variant]
+        )
         return run(dataclasses.replace(case, count_conflicts=True), make_inputs(case)).conflicts
 
     few, many = conflicts(1), conflicts(4)
@@ -354,7 +372,7 @@ def test_no_bank_conflicts(rows: int, variant: str) -> None:
 
 
 def good() -> tuple[Case, Inputs]:
-    case = Case([(1, 1200), (1, 60)], 8, 8, grid=6)
+    case = Case([(1, 1200), (1, 60)], 8, FIRST, grid=6)
     return case, make_inputs(case)
 
 

@@ -1,0 +1,504 @@
+"""Puts one-line faults into copies of the kernel and shows that the host tests find each.
+
+Run by `./build.sh test --mutations`; arguments choose mutations by a part of their name. Prints one
+line a mutation, killed or survived, and a total. Exit status 0: all killed, and the same tests pass
+without a fault. 1: one survived. 2: a mutation no longer fits the sources, or does not compile.
+
+A fault is a search and replacement on source text, blind to how the text is broken into lines. The
+text must occur exactly once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from host_library import HERE, KERNEL
+
+TESTS_FAILED = 1  # exit status of pytest; conftest.py makes it 9 if the kernel does not compile
+
+# ---- tests that take a second or two, as pytest names them
+VARIANT = "test_variants[{}, {}, grid 3]"
+E4M3 = [VARIANT.format("Rows8", "e4m3")]
+PLACED = [VARIANT.format("Rows8", "e4m3 placed")]
+SCALED = [VARIANT.format("Rows8", "scales")]
+SPLIT = ["test_variants[Rows8, e4m3, grid 40]"]
+SHARED_LOADS = [VARIANT.format("Rows32", "e4m3")]  # its warps read rows that others fetched
+TWO_BLOCKS = [VARIANT.format("Rows64Big", "e4m3")]  # its warps take two token blocks
+
+
+@dataclasses.dataclass
+class Mutation:
+    name: str
+    file: str
+    search: str
+    replace: str
+    tests: list[str]
+
+
+MUTATIONS = [
+    # ---- conversion and fragment maps
+    Mutation(
+        "V: bytes paired along dims instead of tokens",
+        "dequant.cuh",
+        "ptx::byte_permute(word, 0, 0x3120)",
+        "ptx::byte_permute(word, 0, 0x3210)",
+        E4M3,
+    ),
+    Mutation(
+        "V placed: even and odd dims exchanged",
+        "dequant.cuh",
+        "alternate(word, first, second); } };",
+        "alternate(word, second, first); } };",
+        PLACED,
+    ),
+    Mutation(
+        "placed bits: sign of the odd bytes lost",
+        "dequant.cuh",
+        "p13 = ((word >> 1) & 0x3f803f80u) | (word & 0x80008000u);",
+        "p13 = ((word >> 1) & 0x3f803f80u);",
+        PLACED,
+    ),
+    Mutation(
+        "e5m2: even bytes not shifted",
+        "dequant.cuh",
+        "p02 = (word << 8) & 0xff00ff00u;",
+        "p02 = word & 0xff00ff00u;",
+        [VARIANT.format("Rows8", "e5m2")],
+    ),
+    Mutation(
+        "Q not permuted to the order of the k index",
+        "attend.cuh",
+        "fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};",
+        "fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};",
+        PLACED,
+    ),
+    Mutation(
+        "Q: the two pairs of a fragment exchanged",
+        "attend.cuh",
+        "fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};",
+        "fragment = {ptx::pack_f16x2(x[2], x[3]), ptx::pack_f16x2(x[0], x[1])};",
+        E4M3,
+    ),
+    Mutation(
+        "K: rows g and g+8 exchanged",
+        "attend.cuh",
+        "k[b][i >> 1][i & 1], k[b][i >> 1][(i & 1) + 2]",
+        "k[b][i >> 1][~i & 1], k[b][i >> 1][(~i & 1) + 2]",
+        E4M3,
+    ),
+    Mutation(
+        "output: dims of a lane not interleaved",
+        "attend.cuh",
+        "head * p_.out_head_stride + warp_ * T::kWarpDims + 2 * g_;",
+        "head * p_.out_head_stride + warp_ * T::kWarpDims + 2 * (g_ ^ 1);",
+        E4M3,
+    ),
+    Mutation(
+        "output: warps' dims in the wrong order",
+        "attend.cuh",
+        "head * p_.out_head_stride + warp_ * T::kWarpDims + 2 * g_;",
+        "head * p_.out_head_stride + (warp_ ^ 1) * T::kWarpDims + 2 * g_;",
+        E4M3,
+    ),
+    Mutation(
+        "partial output: dims of a lane not interleaved",
+        "attend.cuh",
+        "T::kRows + row) * kCkvDim + warp_ * T::kWarpDims + 2 * g_;",
+        "T::kRows + row) * kCkvDim + warp_ * T::kWarpDims + 2 * (g_ ^ 1);",
+        SPLIT,
+    ),
+    Mutation(
+        "swizzle with the wrong row bits",
+        "load.cuh",
+        "chunk ^ ((row >> 1) & 3)",
+        "chunk ^ (row & 3)",
+        ["test_no_bank_conflicts[Rows8-e4m3]"],
+    ),
+    # ---- mask and ends
+    Mutation(
+        "lower tokens not masked",
+        "attend.cuh",
+        "if (token >= end) score_[b][n][c] = kMasked;",
+        "",
+        E4M3,
+    ),
+    Mutation(
+        "upper tokens not masked",
+        "attend.cuh",
+        "if (token + 8 >= end) score_[b][n][c + 2] = kMasked;",
+        "",
+        E4M3,
+    ),
+    Mutation(
+        "one token too many",
+        "attend.cuh",
+        "const int end = causal < item.kv_end ? causal : item.kv_end;",
+        "const int end = (causal < item.kv_end ? causal : item.kv_end) + 1;",
+        E4M3,
+    ),
+    Mutation(
+        "last tile taken for a full one",
+        "kernel.cuh",
+        "position + T::kTokens > (",
+        "position + T::kTokens > 1 + (",
+        ["test_kv_len_at_tile_edges[Rows8, 63 tokens]"],
+    ),
+    Mutation(
+        "causal end of the first row taken for the end of the tile",
+        "kernel.cuh",
+        "static_cast<int>(divide(item.row_begin, p.heads))",
+        "static_cast<int>(divide(item.row_begin + T::kRows - 1, p.heads))",
+        ["test_causal[Rows64Big, q 2, kv 64]"],
+    ),
+    Mutation(
+        "all heads of a tile masked as its first",
+        "attend.cuh",
+        "divide(item.row_begin + qk_row(n, c), p_.heads)",
+        "divide(item.row_begin, p_.heads)",
+        ["test_causal[Rows64Big, q 2, kv 65]"],
+    ),
+    # ---- softmax
+    Mutation(
+        "output not rescaled when the reference moves",
+        "attend.cuh",
+        "out_[d][n][c] *= shrink[c & 1];",
+        "out_[d][n][c] *= 1.f;",
+        ["test_moving_maximum[rising-Rows8]"],
+    ),
+    Mutation(
+        "sum not rescaled when the reference moves",
+        "attend.cuh",
+        "sum_[own][c] *= shrink[c];",
+        "",
+        ["test_moving_maximum[rising-Rows8]"],
+    ),
+    Mutation(
+        "reference never moves",
+        "attend.cuh",
+        "exceeds |= x > kSlack;",
+        "",
+        E4M3,
+    ),
+    Mutation(
+        "row scale of Q not undone",
+        "attend.cuh",
+        "p_.score_scale * Widen<F, D>::kScale * scale_down",
+        "p_.score_scale * Widen<F, D>::kScale",
+        E4M3,
+    ),
+    Mutation(
+        "row scale of Q from one warp's share only",
+        "attend.cuh",
+        "if (t_ == 0) ptx::atomic_max_shared(cell, ptx::as_bits(largest));",
+        "if (t_ == 0 && warp_ == 0) ptx::atomic_max_shared(cell, ptx::as_bits(largest));",
+        ["test_all_codes_as_key[Rows8-e4m3]"],
+    ),
+    # ---- scales and LSE
+    Mutation(
+        "ckv_scale applied twice",
+        "attend.cuh",
+        "scale * p_.out_scale",
+        "scale * p_.out_scale * p_.out_scale",
+        ["test_scales[both small, e4m3, Rows8]"],
+    ),
+    Mutation(
+        "ckv_scale missing in the merge",
+        "merge.cuh",
+        "ptx::divide(p.out_scale, merged.sum)",
+        "ptx::divide(1.f, merged.sum)",
+        ["test_scales[both small, e4m3, Rows8]"],
+    ),
+    Mutation(
+        "kpe_scale ignored",
+        "attend.cuh",
+        "x[j] *= p_.pe_ratio;",
+        "x[j] *= 1.f;",
+        ["test_scales[unequal, e4m3, Rows8]"],
+    ),
+    Mutation(
+        "LSE in base 2 always",
+        "attend.cuh",
+        "lse * p_.lse_scale",
+        "lse",
+        ["test_lse[Rows8, natural, grid 1]"],
+    ),
+    Mutation(
+        "merged LSE in base 2 always",
+        "merge.cuh",
+        "lse * p.lse_scale",
+        "lse",
+        ["test_lse[Rows8, natural, grid 3]"],
+    ),
+    Mutation(
+        "group scale of the first group for all",
+        "attend.cuh",
+        "add_scaled_group(slot, pair / kPairsPerGroup, acc);",
+        "add_scaled_group(slot, 0, acc);",
+        SCALED,
+    ),
+    Mutation(
+        "group scales of P along the wrong token pair",
+        "attend.cuh",
+        "const int token = 16 * k + 8 * half + 2 * t_;",
+        "const int token = 16 * k + 2 * t_;",
+        SCALED,
+    ),
+    # ---- NaN
+    Mutation(
+        "placed bits: NaN of the upper rows put on the lower",
+        "attend.cuh",
+        "if (found & (c < 2 ? 1u : 2u))",
+        "if (found & 1u)",
+        ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed-codes1]"],
+    ),
+    Mutation(
+        "placed bits: negative NaN overlooked",
+        "dequant.cuh",
+        "seen |= (word & 0x7f7f7f7fu) + 0x01010101u;",
+        "seen |= ((word & 0x7f7f7f7fu) + 0x01010101u) & ~word;",
+        ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed-codes1]"],
+    ),
+    # ---- loads
+    Mutation(
+        "page indices of the item before",
+        "load.cuh",
+        "page_begin_ = next_page_begin_;",
+        "",
+        E4M3,
+    ),
+    Mutation(
+        "page index fetched a tile too late",
+        "load.cuh",
+        "ahead_.page = ptx::ld_const(p_.kv_indices + page_begin_ + page);",
+        "ahead_.page = ptx::ld_const(p_.kv_indices + page_begin_ + page / 2);",
+        E4M3,
+    ),
+    Mutation(
+        "token within the page ignored",
+        "load.cuh",
+        "ahead_.token = token - page * p_.page_size.value;",
+        "ahead_.token = 0;",
+        E4M3,
+    ),
+    Mutation(
+        "page table read beyond the request",
+        "load.cuh",
+        "row < end_ ? row : end_ - 1",
+        "row",
+        ["test_kv_len_at_tile_edges[Rows8, 65 tokens]"],
+    ),
+    # ---- order
+    Mutation(
+        "wait for the own rows dropped",
+        "kernel.cuh",
+        "} else { ptx::cp_async_wait<T::kStages - 2>(); } ptx::sync_warp();",
+        "} ptx::sync_warp();",
+        E4M3,
+    ),
+    Mutation(
+        "wait for the next shared tile dropped",
+        "kernel.cuh",
+        "ptx::cp_async_wait<T::kStages - 3>();",
+        "",
+        SHARED_LOADS,
+    ),
+    Mutation(
+        "warp barrier after the wait dropped",
+        "kernel.cuh",
+        "ptx::sync_warp();",
+        "",
+        E4M3,
+    ),
+    Mutation(
+        "barrier between P and its readers dropped",
+        "kernel.cuh",
+        "if (ptx::sync_block_or(exceeds))",
+        "if (exceeds)",
+        TWO_BLOCKS,
+    ),
+    Mutation(
+        "barrier between P and its readers only within warps",
+        "kernel.cuh",
+        "if (ptx::sync_block_or(exceeds))",
+        "if (ptx::any(exceeds))",
+        E4M3,
+    ),
+    Mutation(
+        "barrier before Q's row maximum is read dropped",
+        "attend.cuh",
+        "ptx::sync_block(); ptx::ld_shared(largest, cell);",
+        "ptx::ld_shared(largest, cell);",
+        E4M3,
+    ),
+    Mutation(
+        "barrier after rewriting P dropped",
+        "attend.cuh",
+        "softmax(buffer); ptx::sync_block();",
+        "softmax(buffer);",
+        E4M3,
+    ),
+    Mutation(
+        "barrier at the end of an item dropped",
+        "attend.cuh",
+        "ptx::sync_block(); } private:",
+        "} private:",
+        TWO_BLOCKS,
+    ),
+    Mutation(
+        "one buffer of P for all tiles",
+        "kernel.cuh",
+        "buffer ^= 1;",
+        "",
+        E4M3,
+    ),
+    Mutation(
+        "refill of the slot in use",
+        "kernel.cuh",
+        "slot == 0 ? T::kStages - 1 : slot - 1",
+        "slot",
+        E4M3,
+    ),
+    Mutation(
+        "merge does not wait for the kernel before it",
+        "merge.cuh",
+        "ptx::wait_for_previous_kernel(); for (int at",
+        "for (int at",
+        E4M3,
+    ),
+    Mutation(
+        "queries fetched before the kernel before has ended",
+        "kernel.cuh",
+        "ptx::wait_for_previous_kernel();",
+        "",
+        E4M3,
+    ),
+    # ---- partials and merge
+    Mutation(
+        "partial output into the neighbour's slot",
+        "attend.cuh",
+        "(int64_t{item.partial} * T::kRows + row) * kCkvDim",
+        "(int64_t{item.partial ^ 1} * T::kRows + row) * kCkvDim",
+        SPLIT,
+    ),
+    Mutation(
+        "merge begins one slot late",
+        "merge.cuh",
+        "int64_t{item.slot_begin} * Rows + row, dim, 0,",
+        "int64_t{item.slot_begin + 1} * Rows + row, dim, 0,",
+        SPLIT,
+    ),
+    Mutation(
+        "merge: partials not weighted by their sums",
+        "merge.cuh",
+        "x[k] *= sum;",
+        "x[k] *= 1.f;",
+        SPLIT,
+    ),
+    Mutation(
+        "merge: references ignored",
+        "merge.cuh",
+        "ptx::exp2(other_reference - reference)",
+        "1.f",
+        ["test_moving_maximum[rising-Rows8]"],
+    ),
+    Mutation(
+        "merge: last warp's share lost",
+        "merge.cuh",
+        "w < kMergeThreads / 32;",
+        "w < kMergeThreads / 32 - 1;",
+        ["test_split_kv[Rows8, 40 partials]"],
+    ),
+    Mutation(
+        "merge: barrier before reading the other warps' shares dropped",
+        "merge.cuh",
+        "ptx::sync_block(); if (ptx::thread_index() < kLanes)",
+        "if (ptx::thread_index() < kLanes)",
+        ["test_split_kv[Rows8, 40 partials]"],
+    ),
+]
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Matches `text` however a formatter breaks it into lines."""
+    return re.compile(r"\s+".join(re.escape(word) for word in text.split()))
+
+
+def mutate(mutation: Mutation, folder: Path) -> str:
+    """Changes the copy of the kernel in `folder`. Returns why that is not possible, or nothing."""
+    file = folder / mutation.file
+    text = file.read_text()
+    matches = list(pattern(mutation.search).finditer(text))
+    if len(matches) != 1:
+        return f"the text to change occurs {len(matches)} times in {mutation.file}"
+    file.write_text(text[: matches[0].start()] + mutation.replace + text[matches[0].end() :])
+    return ""
+
+
+def run_tests(tests: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """pytest on these tests of test_kernels.py, against the kernel in `folder`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [f"{HERE / 'test_kernels.py'}::{test}" for test in tests]
+    # Two of these run at once: one thread each, for numpy too.
+    environment = dict(os.environ, MLA_FP8KV_KERNEL_FOLDER=str(folder), OPENBLAS_NUM_THREADS="1")
+    return subprocess.run(
+        command, env=environment, cwd=HERE, capture_output=True, text=True, check=False
+    )
+
+
+def try_mutation(mutation: Mutation, kernel: Path) -> tuple[str, str]:
+    """(verdict, detail); the verdict is killed, survived or error."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "kernel"
+        shutil.copytree(kernel, folder)
+        problem = mutate(mutation, folder)
+        if problem:
+            return "error", problem
+        result = run_tests(mutation.tests, folder)
+    if result.returncode == 0:
+        return "survived", ", ".join(mutation.tests)
+    if result.returncode != TESTS_FAILED:
+        said = re.search(r"error: .*", result.stdout) or re.search(r".*$", result.stdout.strip())
+        return "error", said.group(0)
+    found = re.search(r"^FAILED \S*?::(.*?)(?: - |$)", result.stdout, re.M)
+    return "killed", f"by {found.group(1)}" if found else ""
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTATIONS if not words or any(w in m.name for w in words)]
+    if not chosen:
+        print(f"no mutation has {' or '.join(words)} in its name")
+        return 2
+    begin = time.monotonic()
+    count = {"killed": 0, "survived": 0, "error": 0}
+    with tempfile.TemporaryDirectory() as scratch:
+        kernel = Path(scratch) / "kernel"  # one state of the sources, whoever edits them meanwhile
+        shutil.copytree(KERNEL, kernel)
+        sound = run_tests(sorted({test for m in chosen for test in m.tests}), kernel)
+        if sound.returncode != 0:
+            print("the tests fail without any fault:\n" + sound.stdout[-4000:])
+            return 1 if sound.returncode == TESTS_FAILED else 2
+        print("unchanged: the tests pass", flush=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            tried = pool.map(lambda m: try_mutation(m, kernel), chosen)
+            for mutation, (verdict, detail) in zip(chosen, tried, strict=True):
+                count[verdict] += 1
+                print(f"{verdict:<9} {mutation.name} ({detail})", flush=True)
+    print(
+        f"{len(chosen)} mutations: {count['killed']} killed, {count['survived']} survived, "
+        f"{count['error']} could not be tried; {time.monotonic() - begin:.0f} s"
+    )
+    return 2 if count["error"] else int(count["survived"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
