@@ -50,6 +50,8 @@ class Backend:
             target: self._find(*target)
             for target in (*RUNNERS, *PLANNERS, *((name, "__init__") for name in UPDATERS))
         }
+        for target in (*RUNNERS, *PLANNERS):
+            self._check_rebuildable(target)
         for target in RUNNERS:
             _check_runner(target, self._functions[target])
         for target in PLANNERS:
@@ -106,6 +108,20 @@ class Backend:
         if found[0].decorator_list:
             raise Mismatch(f"{class_name}.{name} is expected to have no decorator.")
         return found[0]
+
+    def _check_rebuildable(self, target: tuple[str, str]) -> None:
+        """Rebuilt outside its class, a function has no super() and no private names."""
+        private = [
+            node
+            for node in ast.walk(self._functions[target])
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("__")
+            and not node.attr.endswith("__")
+        ]
+        if private or self.code(target).co_freevars:
+            raise Mismatch(
+                f"{'.'.join(target)} is expected to use neither super() nor private names."
+            )
 
     def _check_elsewhere(self) -> None:
         """Nothing outside the four functions may read the cache or plan the wrappers."""

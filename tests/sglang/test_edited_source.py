@@ -64,6 +64,16 @@ EDITS = {
         "def plan_all",
         "UpdaterDecode.call_begin_forward is expected once, found 0 times",
     ),
+    "a call of super()": (
+        r"\n( +)(decode_wrapper = self\.forward_metadata.*\n)",
+        r"\n\1\2\1super().__class__\n",
+        "forward_decode is expected to use neither super() nor private names",
+    ),
+    "a private name": (
+        r"\n( +)(decode_wrapper = self\.forward_metadata.*\n)",
+        r"\n\1\2\1self.__private = 1\n",
+        "forward_decode is expected to use neither super() nor private names",
+    ),
     "a decorator": (
         "( +)def forward_decode",
         r"\1@torch.no_grad()\n\1def forward_decode",
