@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mla_fp8kv_build import (
     arch,
+    bump,
     bundle,
     env,
     files,
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     which = test.add_mutually_exclusive_group()
     which.add_argument("--sglang", action="store_true", help="the plug-in on the real SGLang")
     which.add_argument("--mutations", action="store_true", help="faults the tests must find")
+    bumper = command("bump", _bump, "take the patch series to another FlashInfer release")
+    bumper.add_argument("version", help="such as 0.7.4")
     linter = command("lint", _lint, "check formats, lint rules and the patch series")
     linter.add_argument("--fix", action="store_true", help="correct what the tools can")
     command("bench", _bench, "run bench/run.py on this machine's GPU; arguments go to it")
@@ -125,6 +128,13 @@ def _test(options: argparse.Namespace, rest: list[str]) -> int:
     if options.mutations:
         return suite.test_mutations(pin, rest)
     return suite.test(pin, rest)
+
+
+def _bump(options: argparse.Namespace, _: list[str]) -> None:
+    old = pins.load(options.base)
+    with files.lock(BUILD / "lock"):
+        wheel.pristine(old, Steps())
+        print(bump.bump(old, options.version))
 
 
 def _lint(options: argparse.Namespace, _: list[str]) -> int:

@@ -29,20 +29,35 @@ def fetch(pin: Pin) -> Path:
     return kept
 
 
+def fetch_unpinned(name: str, version: str) -> tuple[Path, str]:
+    """(path, SHA-256) of a release that has no pin yet: FLASHINFER_SDIST or the index."""
+    unknown = Pin(name, version, f"{name.replace('-', '_')}-{version}.tar.gz", "", "", 0)
+    given = os.environ.get("FLASHINFER_SDIST")
+    path = Path(given).expanduser() if given else cache() / "downloads" / unknown.sdist
+    if given and path.name != unknown.sdist:
+        raise BuildError(f"FLASHINFER_SDIST names {given}, which is not {unknown.sdist}.")
+    with files.lock(cache() / "downloads" / f"{version}.lock"):
+        if not path.is_file():
+            _download(unknown, path)
+    return path, files.sha256(path)
+
+
 def _download(pin: Pin, kept: Path) -> None:
     files.need_space(kept.parent, 1, "the download")
     with files.scratch_directory(kept.parent / f"download-{pin.version}") as directory:
         wanted = directory / "requirements.txt"
         # With --hash pip itself refuses other bytes before it runs anything of theirs.
-        wanted.write_text(f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n")
+        pinned = f" --hash=sha256:{pin.sha256}" if pin.sha256 else ""
+        wanted.write_text(f"{pin.name}=={pin.version}{pinned}\n")
         result = run_pip(
             sys.executable,
-            *("download", "--no-deps", "--no-binary", pin.name, "--require-hashes"),
+            *("download", "--no-deps", "--no-binary", pin.name),
             *("-r", str(wanted), "-d", str(directory)),
         )
         if result.returncode:
             raise BuildError(_sentence(pin, result.stdout))
-        verify(directory / pin.sdist, pin)
+        if pin.sha256:
+            verify(directory / pin.sdist, pin)
         (directory / pin.sdist).replace(kept)
 
 

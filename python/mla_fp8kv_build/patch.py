@@ -66,11 +66,12 @@ def read_series(directory: Path) -> list[Patch]:
 
 
 def parse(name: str, text: str) -> Patch:
-    """Read one patch; anything that is not a plain change of existing files is refused."""
-    split = re.search(r"^diff --git ", text, re.MULTILINE)
-    if not split:
-        raise BuildError(f"Patch {name} has no diff.")
-    head, body = text[: split.start()], text[split.start() :]
+    """Read one patch; anything that is not a plain change of existing files is refused.
+
+    A patch without a diff is one that `bump` could not carry over: a header that waits for edits.
+    """
+    head, *bodies = re.split(r"^(?=diff --git )", text, maxsplit=1, flags=re.MULTILINE)
+    body = "".join(bodies)
     diffs = [
         _parse_file(name, part)
         for part in re.split(r"^diff --git .*\n", body, flags=re.MULTILINE)[1:]

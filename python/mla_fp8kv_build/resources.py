@@ -11,7 +11,7 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mla_fp8kv_build import files
@@ -22,7 +22,7 @@ from mla_fp8kv_build.toolchain import Toolkit
 
 _KERNEL = PACKAGE / "kernel"
 _SOURCE = _KERNEL / "binding" / "mla_fp8kv_run.cu"
-# The most rows a tile must be able to have under a limit of shared memory, in bytes a block.
+# The most rows of which a tile must fit under a limit of shared memory, in bytes a block.
 _ROWS_THAT_FIT = {101_376: 32, 166_912: 32, 232_448: 64}
 
 
@@ -53,13 +53,15 @@ class Module:
 class Row:
     """One kernel variant on one architecture. Sizes are bytes; registers are a thread's.
 
-    ctas_per_sm is what shared memory and registers leave room for; 0 where the launch decides
-    (the merge has no tile) or where the variant does not fit and so is not selected.
+    tile_rows is 0 for kernels without a tile. ctas_per_sm is what shared memory and registers leave
+    room for, 0 where the launch decides (no tile) or where the variant does not fit: the plan takes
+    only what fits, so that is no problem as long as another one of the same rows does.
     """
 
     module: str
     variant: str
     arch: str
+    tile_rows: int
     registers: int
     spill_bytes: int
     local_bytes: int
@@ -97,11 +99,12 @@ def table(archs: list[Arch], toolkit: Toolkit, includes: list[Path]) -> list[Row
     parsed = [parse_report(report) for report in reports]
     tiles = sorted({entry.tile for entries in parsed for entry in entries if entry.tile})
     launches = dict(zip(tiles, _launches(tiles), strict=True))
-    return [
+    rows = [
         _row(arch, module, entry, *launches.get(entry.tile, (0, 0)))
         for (arch, module), entries in zip(jobs, parsed, strict=True)
         for entry in sorted(entries, key=lambda entry: (not entry.tile, entry.variant))
     ]
+    return mark_misfits(rows)
 
 
 def _report(arch: Arch, module: Module, toolkit: Toolkit, includes: list[Path]) -> str:
@@ -167,7 +170,7 @@ def parse_report(report: str) -> list[Entry]:
         static = re.search(r"(\d+) bytes smem", match["rest"])
         entries.append(
             Entry(
-                variant=_variant(name),
+                variant=_variant(name, tile.group() if tile else ""),
                 tile=tile.group() if tile else "",
                 rows=int(re.search(r"<(\d+)", tile.group()).group(1)) if tile else 0,
                 registers=int(match["registers"]),
@@ -179,13 +182,15 @@ def parse_report(report: str) -> list[Entry]:
     return entries
 
 
-def _variant(name: str) -> str:
-    """A kernel's name, rows and whether it takes group scales, out of its full C++ name."""
-    kernel = re.search(r"mla_fp8kv::(\w+?)(_kernel)?<(?:mla_fp8kv::Tile<)?(\d+)[^>]*?(\w+)>", name)
+def _variant(name: str, tile: str) -> str:
+    """What tells a kernel from the others of a module, out of its full C++ name."""
+    kernel = re.search(r"mla_fp8kv::(\w+?)(_kernel)?<", name)
     if not kernel:
         raise BuildError(f"'resources' does not know the kernel {name}.")
-    scaled = ", group scales" if kernel.group(4) == "true" else ""
-    return f"{kernel.group(1)} {int(kernel.group(3)):2} rows{scaled}"
+    arguments = re.split(r",\s*", (tile or name[: name.index(">")]).partition("<")[2].rstrip(">"))
+    rows, scaled = arguments[0].rpartition("<")[2], arguments[-1] == "true"
+    slots = f", {arguments[3]} slots" if tile else ""
+    return f"{kernel[1]} {int(rows):2} rows{slots}{', group scales' if scaled else ''}"
 
 
 def _demangle(symbols: list[str]) -> list[str]:
@@ -226,22 +231,36 @@ def _row(arch: Arch, module: Module, entry: Entry, dynamic: int, threads: int) -
         problem = "spills"
     elif entry.local_bytes:
         problem = "uses local memory"
-    elif not fits and entry.rows <= _ROWS_THAT_FIT[arch.smem_limit]:
-        problem = "does not fit"
     return Row(
         module=module.name,
         variant=entry.variant,
         arch=arch.name,
+        tile_rows=entry.rows,
         registers=entry.registers,
         spill_bytes=entry.spill_bytes,
         local_bytes=entry.local_bytes,
         static_shared=entry.static_shared,
         dynamic_shared=dynamic,
         shared_limit=arch.smem_limit,
-        ctas_per_sm=_ctas_per_sm(arch, entry.registers, shared, threads) if threads else 0,
+        ctas_per_sm=_ctas_per_sm(arch, entry.registers, shared, threads) if threads and fits else 0,
         fits=fits,
         problem=problem,
     )
+
+
+def mark_misfits(rows: list[Row]) -> list[Row]:
+    """The rows, with a problem where no variant of a number of rows fits that has to."""
+
+    def group(row: Row) -> tuple:
+        return row.arch, row.module, row.tile_rows, "group scales" in row.variant
+
+    fitting = {group(row) for row in rows if row.fits}
+    return [
+        replace(row, problem=row.problem or "does not fit")
+        if row.tile_rows <= _ROWS_THAT_FIT[row.shared_limit] and group(row) not in fitting
+        else row
+        for row in rows
+    ]
 
 
 def _ctas_per_sm(arch: Arch, registers: int, shared: int, threads: int) -> int:
@@ -265,7 +284,7 @@ def show(rows: list[Row], toolkit: Toolkit) -> str:
             str(row.static_shared + row.dynamic_shared),
             str(row.shared_limit),
             str(row.ctas_per_sm or "-"),
-            row.problem or ("" if row.fits else "not selected"),
+            row.problem or ("" if row.fits else "too large here"),
         )
         for row in rows
     ]

@@ -98,6 +98,9 @@ def refresh(pin: Pin, into: str | None = None) -> list[str]:
     if into not in names:
         raise BuildError(f"The series has no patch {into}; it has {', '.join(names)}.")
     edits = _edits(pin)
+    unresolved = next((path for path, text in edits.items() if "\n<<<<<<< " in text), None)
+    if unresolved:
+        raise BuildError(f"{unresolved} in {pin.patched} still has conflict markers.")
     later = series[names.index(into) + 1 :]
     for path in edits:
         clash = next((p.name for p in later if path in (diff.path for diff in p.diffs)), None)
@@ -192,6 +195,8 @@ def _lint_fields(pin: Pin, one: patch.Patch) -> list[str]:
         for field in one.fields
         if field not in patch.FIELDS
     ]
+    if not one.diffs:
+        problems.append(f"Patch {one.name} changes nothing.")
     if one.fields.get("Applies-to", "") != f"{pin.name} {pin.version}":
         problems.append(f"Patch {one.name} does not say Applies-to: {pin.name} {pin.version}.")
     test = one.fields.get("Test", "").split("::")[0].split(" ")[0]

@@ -35,7 +35,7 @@ def test_a_clean_tree(tree, capsys):
     [
         ("python/a.py", "import os\n", "python/a.py:1:8: F401"),
         ("bench/c.py", f"z = '{'x' * 100}'\n", "bench/c.py:1:101: E501"),
-        ("tests/b.py", "y  =  1\n", "tests/b.py:1:2: unformatted"),
+        ("tests/b.py", "y  =  1\n", "tests/b.py:1:3: unformatted"),
         ("python/a.cuh", "int f(int a,\n      int b);\n", "python/a.cuh: unformatted from line 1"),
         ("build.sh", "if\n", "build.sh: line 2: syntax error"),
         (".ci/run", "if\n", ".ci/run: line 2: syntax error"),

@@ -76,7 +76,6 @@ def test_a_file_upstream_does_not_have():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (HEADER, "has no diff"),
         (one_file("@@ -1,2 +1,2 @@\n first\n"), "hunk 1 is cut short"),
         (one_file("@@ -1 +1 @@\n-first\n+one\nstray\n"), "'stray' is not part of a hunk"),
         (
@@ -96,6 +95,10 @@ def test_a_file_upstream_does_not_have():
 def test_malformed_patches_are_refused(text, sentence):
     with pytest.raises(BuildError, match=sentence):
         patch.parse("x.patch", text)
+
+
+def test_a_patch_that_waits_for_edits_changes_nothing():
+    assert applied(HEADER) == {}
 
 
 def test_export_gives_back_the_patch(monkeypatch, tmp_path):

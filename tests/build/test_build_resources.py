@@ -37,7 +37,7 @@ def test_a_report_becomes_entries():
     )
     attention, merge = resources.parse_report(text)
     assert attention == resources.Entry(
-        variant="attention 16 rows, group scales",
+        variant="attention 16 rows, 2 slots, group scales",
         tile="mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true>",
         rows=16,
         registers=168,
@@ -67,19 +67,33 @@ def test_spills_and_local_memory_are_problems():
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "shared", "fits", "problem"),
+    ("name", "rows", "sizes", "problems"),
     [
-        ("86", 32, 101_376, True, ""),
-        ("86", 32, 101_377, False, "does not fit"),
-        ("120a", 64, 204_544, False, ""),
-        ("80", 64, 204_544, False, ""),
-        ("90a", 64, 204_544, True, ""),
-        ("90a", 64, 232_449, False, "does not fit"),
+        ("86", 32, [101_376], [""]),
+        ("86", 32, [101_377], ["does not fit"]),
+        ("120a", 8, [85_696, 104_128], ["", ""]),
+        ("120a", 8, [104_128, 104_128], ["does not fit", "does not fit"]),
+        ("120a", 64, [204_544], [""]),
+        ("80", 64, [204_544], [""]),
+        ("90a", 64, [204_544], [""]),
+        ("90a", 64, [232_449], ["does not fit"]),
     ],
 )
-def test_a_variant_must_fit_where_it_is_selected(name, rows, shared, fits, problem):
-    found = row(name, report(KERNEL.format(rows=rows, scales=0)), shared)
-    assert (found.fits, found.problem) == (fits, problem)
+def test_of_the_rows_a_gpu_needs_one_variant_must_fit(name, rows, sizes, problems):
+    text = report(KERNEL.format(rows=rows, scales=0))
+    found = resources.mark_misfits([row(name, text, size) for size in sizes])
+    assert [one.problem for one in found] == problems
+
+
+def test_variants_with_group_scales_are_needed_too():
+    plain = row("86", report(KERNEL.format(rows=8, scales=0)), 90_000)
+    scaled = row("86", report(KERNEL.format(rows=8, scales=1)), 110_000)
+    assert [one.problem for one in resources.mark_misfits([plain, scaled])] == ["", "does not fit"]
+
+
+def test_a_variant_that_does_not_fit_has_no_blocks_on_an_sm():
+    found = row("86", report(KERNEL.format(rows=64, scales=0)), 204_544)
+    assert (found.fits, found.ctas_per_sm) == (False, 0)
 
 
 def test_static_and_dynamic_shared_memory_count_together():
@@ -115,7 +129,7 @@ def test_the_table_and_its_json_say_the_same():
     good = row("90a", report(KERNEL.format(rows=8, scales=0)), 85_728)
     bad = dataclasses.replace(good, problem="spills", spill_bytes=24)
     text = resources.show([good, bad], TOOLKIT)
-    assert "e4m3 kpe 64  attention  8 rows  168   0" in text
+    assert "e4m3 kpe 64  attention  8 rows, 2 slots  168   0" in text
     assert text.endswith("2 kernels on 1 architectures with nvcc 13.0.88: 1 with a problem")
     stored = json.loads(resources.as_json([good, bad], TOOLKIT))
     assert stored["nvcc"] == "13.0.88"
