@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -14,19 +15,31 @@ HERE = Path(__file__).resolve().parent
 KERNEL = Path(
     os.environ.get("MLA_FP8KV_KERNEL_FOLDER") or HERE.parents[1] / "python" / "mla_fp8kv" / "kernel"
 )
-# _FORTIFY_SOURCE would take the jump from one fiber's stack to another for an overflow.
+# -O1, because compiling takes longer than running. _FORTIFY_SOURCE would take the jump from one
+# fiber's stack to another for an overflow.
 FLAGS = (
     "-std=c++17 -O1 -fPIC -shared -pthread -ftls-model=initial-exec "
     "-Wno-unknown-pragmas -U_FORTIFY_SOURCE -DMLA_FP8KV_HOST"
 ).split()
 
+KEEP_SECONDS = 3 * 24 * 3600
+DOES_NOT_COMPILE = "does not compile"  # mutations.py looks for it
+
 
 def cache_folder() -> Path:
-    """Outside the tree, so that a fresh clone finds what another one compiled."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
-    folder = Path(base) / "mla_fp8kv" / "host"
+    """Beside what build.sh caches, outside the tree: a fresh clone finds what another compiled."""
+    moved = os.environ.get("MLA_FP8KV_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = (Path(moved) if moved else Path(base) / "mla-fp8kv") / "host"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def forget_old_libraries() -> None:
+    """Every change of the kernel leaves libraries that nobody asks for again."""
+    for library in cache_folder().iterdir():
+        if time.time() - library.stat().st_mtime > KEEP_SECONDS:
+            library.unlink(missing_ok=True)
 
 
 def compile_library(source: str, defines: dict[str, int | str]) -> Path:
@@ -43,6 +56,7 @@ def compile_library(source: str, defines: dict[str, int | str]) -> Path:
                 digest.update(file.name.encode() + b"\0" + file.read_bytes())
     library = cache_folder() / f"{Path(source).stem}-{digest.hexdigest()[:24]}.so"
     if library.exists():
+        os.utime(library)
         return library
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
@@ -50,7 +64,8 @@ def compile_library(source: str, defines: dict[str, int | str]) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         os.unlink(unfinished)
-        raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-4000:]}")
+        words = f"{' '.join(command)}\n{result.stderr[:4000]}"
+        raise RuntimeError(f"{source} {DOES_NOT_COMPILE}:\n{words}")
     os.replace(unfinished, library)
     return library
 

@@ -23,6 +23,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -152,6 +153,7 @@ class StackPool {
       memory_ =
           static_cast<uint8_t*>(mmap(nullptr, count * Fiber::kStackBytes, PROT_READ | PROT_WRITE,
                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+      if (memory_ == MAP_FAILED) std::abort();
       count_ = count;
       for (int i = 0; i < count; ++i) {
         mprotect(memory_ + i * Fiber::kStackBytes, Fiber::kGuardBytes, PROT_NONE);

@@ -228,6 +228,49 @@ def test_moving_maximum(tile: str, order: str) -> None:
     assert mismatch(case, inputs, run(case, inputs), expect(case, inputs)) == ""
 
 
+# ---- whatever else
+
+
+def random_case(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+
+    def pick(values):
+        return values[rng.integers(len(values))]
+
+    causal = bool(rng.integers(2))
+    heads = pick([1, 2, 5, 8, 11, 16, 24, 33])
+    scale = pick([1.0, 0.06, 4.0])
+    return Case(
+        [
+            (int(rng.integers(5)), int(pick([0, 1, 30, 64, 65, 200])))
+            for _ in range(pick([1, 3, 6]))
+        ],
+        heads,
+        pick(list(TILES)),
+        causal=causal,
+        page_size=pick([1, 1, 2, 7, 64]),
+        bf16=bool(rng.integers(2)),
+        ckv_scale=scale,
+        kpe_scale=pick([scale, 1.0]),
+        sm_scale=pick([0.04, 0.3]) / scale,
+        lse=bool(rng.integers(4)),
+        lse_base_e=bool(rng.integers(2)),
+        grid=int(rng.integers(1, 30)),
+        merge_grid=int(rng.integers(1, 5)),
+        q_magnitude=pick([1.0, 1.0, 10.0, 0.01]),
+        joint_cache=bool(rng.integers(2)),
+        reverse_warps=bool(rng.integers(2)),
+        seed=seed,
+        extra_tokens=int(rng.integers(3)),
+        **VARIANTS[pick(list(VARIANTS))],
+    )
+
+
+@parametrize(**{f"seed {seed}": random_case(seed) for seed in range(60)})
+def test_random_cases(case: Case) -> None:
+    check(case)
+
+
 # ---- all 256 codes
 
 
