@@ -1,13 +1,13 @@
 /*
  * FP8 bytes to FP16 operands, in registers.
  *
- * FP16, not BF16: both hold every e4m3 and e5m2 value exactly, the MMA rate is the same, P <= 2^8 keeps three more bits,
- * and the conversion is shorter (measured on H200 with 8 heads, 32 x 8192 tokens: 46.9 us with the hardware conversion,
- * 54.7 us by bit placement).
+ * FP16, not BF16: both hold every e4m3 and e5m2 value exactly, the MMA rate is the same, P <= 2^8
+ * keeps three more bits, and the conversion is shorter (measured on H200 with 8 heads, 32 x 8192
+ * tokens: 46.9 us with the hardware conversion, 54.7 us by bit placement).
  *
- * ldmatrix gives a lane four bytes: of K four neighbouring dims of one token, of V (transposed) two neighbouring dims of
- * two neighbouring tokens. Each word becomes two operand registers; which bytes pair up decides the order of the k index,
- * and Q is staged in that order.
+ * ldmatrix gives a lane four bytes: of K four neighbouring dims of one token, of V (transposed) two
+ * neighbouring dims of two neighbouring tokens. Each word becomes two operand registers; which
+ * bytes pair up decides the order of the k index, and Q is staged in that order.
  */
 #pragma once
 #include "ptx.cuh"
@@ -15,7 +15,8 @@
 namespace mla_fp8kv {
 
 enum class Format { kE4M3, kE5M2 };
-// kConvert needs SM89. kPlaceBits works everywhere: moved to FP16's exponent field, e4m3 reads as value x 2^-8.
+// kConvert needs SM89. kPlaceBits works everywhere: moved to FP16's exponent field, e4m3 reads as
+// value x 2^-8.
 enum class Dequant { kConvert, kPlaceBits };
 
 template <Format F, Dequant D>

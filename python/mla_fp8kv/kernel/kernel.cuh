@@ -1,7 +1,8 @@
 /*
  * The attention kernel: the order of things and nothing else.
  *
- * One persistent CTA walks the work items the plan gave it. Loads run ahead of the arithmetic across items.
+ * One persistent CTA walks the work items the plan gave it. Loads run ahead of the arithmetic
+ * across items.
  */
 #pragma once
 #include "attend.cuh"
@@ -20,8 +21,8 @@ MLA_DEVICE WorkItem load_item(const WorkItem* item) {
           static_cast<int32_t>(b.z), static_cast<int32_t>(b.w)};
 }
 
-// The plan's tile may have more rows than T: then the CTAs of one x and all y share its items, T::kRows rows each, and a
-// partial slot of the plan is grid_size_y slots of T.
+// The plan's tile may have more rows than T: then the CTAs of one x and all y share its items,
+// T::kRows rows each, and a partial slot of the plan is grid_size_y slots of T.
 template <class T>
 MLA_DEVICE void take_part(WorkItem& item) {
   const int part = ptx::block_index_y();
@@ -53,48 +54,46 @@ attention_kernel(const Params p) {
   Attend<T, F, D> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
   attend.load_q(item);
-#pragma unroll
-  for (int slot = 0; slot < T::kStages; ++slot) {
-    loader.locate();
-    ptx::sync_warp();
-    loader.issue(slot);
-  }
-  if constexpr (T::kSharedLoads) ptx::cp_async_wait<T::kStages - 1>();
+  loader.fill();
+  if constexpr (!T::kOwnLoads) ptx::cp_async_wait<T::kSlots - 1>();
   attend.stage_q();
 
-  // Each thread closes kStages cp.async groups before the loop and one in every round but the first, one a tile.
+  // Groups of cp.async that may be unfinished when a tile is needed: kSlots were closed before the
+  // loop and kTileSlots in every round but the first, each holds one slot.
+  constexpr int kSpare = T::kSlots - T::kTileSlots;
   bool first_round = true;
   int slot = 0, buffer = 0, position = item.kv_begin;
   while (true) {
-    if constexpr (!T::kSharedLoads) {  // a warp multiplies the rows it fetched itself
+    if constexpr (T::kOwnLoads) {  // a warp multiplies the rows it fetched itself
       if (first_round) {
-        ptx::cp_async_wait<T::kStages - 1>();
+        ptx::cp_async_wait<kSpare>();
       } else {
-        ptx::cp_async_wait<T::kStages - 2>();
+        ptx::cp_async_wait<kSpare - T::kTileSlots>();
       }
       ptx::sync_warp();
     }
-    loader.locate();
     attend.scores(slot);
     const int first_end = item.causal_end + static_cast<int>(divide(item.row_begin, p.heads));
     if (position + T::kTokens > (first_end < item.kv_end ? first_end : item.kv_end)) {
       attend.mask(item, position);
     }
     const bool exceeds = attend.softmax(buffer);
-    if constexpr (T::kSharedLoads) {  // the next tile, before the barrier that lets other warps read it
+    if constexpr (!T::kOwnLoads) {  // the next tile, before the barrier that lets other warps read
+                                    // it
       if (first_round) {
-        ptx::cp_async_wait<T::kStages - 2>();
+        ptx::cp_async_wait<kSpare - 1>();
       } else {
-        ptx::cp_async_wait<T::kStages - 3>();
+        ptx::cp_async_wait<kSpare - 2>();
       }
     }
     if (ptx::sync_block_or(exceeds)) attend.raise_reference(buffer);
     attend.add_sums();
-    if (!first_round) loader.issue(slot == 0 ? T::kStages - 1 : slot - 1);  // everyone is done with it
+    if (!first_round) loader.refill(slot);  // everyone is done with the tile before this one
     attend.output(slot, buffer);
 
     first_round = false;
-    slot = slot + 1 == T::kStages ? 0 : slot + 1;
+    slot =
+        slot + T::kTileSlots < T::kSlots ? slot + T::kTileSlots : slot + T::kTileSlots - T::kSlots;
     buffer ^= 1;
     position += T::kTokens;
     if (position < item.kv_end) continue;

@@ -1,9 +1,9 @@
 /*
  * KV rows from the paged caches into the ring of shared-memory slots, with cp.async.
  *
- * The loader walks all tiles of a CTA, across work items, ahead of the arithmetic. Page indices are fetched two tiles
- * ahead, because the address of a row waits for them. Tokens past the end of an item are written as zeros: a slot that
- * is not referenced is never read, whatever bytes it holds.
+ * The loader walks all tiles of a CTA, across work items, ahead of the arithmetic. Tokens past the
+ * end of an item are written as zeros: a row of the cache that is not referenced is never read,
+ * whatever bytes it holds.
  */
 #pragma once
 #include "params.h"
@@ -30,80 +30,133 @@ class Loader {
       : p_(p), more_(more), more_end_(more_end), shared_(shared) {
     warp_ = ptx::thread_index() >> 5;
     lane_ = ptx::thread_index() & 31;
-    position_ = first.kv_begin;
-    end_ = first.kv_end;
-    page_begin_ = first.page_begin;
-    ahead_.left = now_.left = 0;
+    walk_ = {first.kv_begin, first.kv_end, first.page_begin};
     fetch_following_item();
-    fetch_indices();
-    fetch_indices();
   }
 
-  // Notes in shared memory where the rows of the next tile lie. At least a warp barrier must follow before issue().
-  // (Shuffles would do it in place, but the compiler runs sixteen of them one after the other.)
-  MLA_DEVICE void locate() {
-    ptx::sync_warp();  // all lanes have read the previous tile's
-    if (now_.left > 0 && lane_ < T::kLoadRows) {
-      const uint32_t cell = shared_ + T::kRowOffset + 4 * (warp_ * T::kLoadRows + lane_);
-      ptx::st_shared(cell, now_.page * p_.ckv_page_stride + now_.token * p_.ckv_token_stride);
-      if constexpr (T::kKpeDim > 0) {
-        ptx::st_shared(cell + 4 * T::kTokens,
-                       now_.page * p_.kpe_page_stride + now_.token * p_.kpe_token_stride);
-      }
+  // Starts the copy of the first kSlots slots. A cp.async group closes after each slot, here and in
+  // refill(), whether or not there was something to load, so that counting groups counts slots.
+  MLA_DEVICE void fill() {
+    constexpr int kTiles = T::kSlots / T::kTileSlots;
+    Place tile[kTiles];
+    int32_t page[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      tile[i] = walk_;
+      page[i] = 0;
+      if (tile[i].left() > 0) page[i] = ptx::ld_const(index_of(tile[i]));
+      step();
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      locate(tile[i], page[i]);
+      if (i == 0) fetch_index();
+      ptx::sync_warp();
+      copy_tile(tile[i].left(), i * T::kTileSlots);
+      ptx::sync_warp();  // before locations are overwritten
     }
   }
 
-  // Starts the copy of that tile into `slot`, if there is one, and closes a cp.async group either way, so that counting
-  // groups counts tiles. (Both conditions are the same for the whole CTA in a way the compiler can see.)
-  MLA_DEVICE void issue(int slot) {
-    if (now_.left > 0) {
-      if (now_.left >= T::kTokens) {
-        copy_rows<true>(slot);
-      } else {
-        copy_rows<false>(slot);
-      }
-      fetch_indices();
-    }
-    ptx::cp_async_commit();
+  // Starts the copy of the next tile, into the slots of the tile before the one that begins at
+  // `slot`.
+  MLA_DEVICE void refill(int slot) {
+    const Place tile = next_;
+    uint32_t page = 0;
+    if (lane_ < kWarpRows) ptx::ld_shared(page, index_cell());
+    locate(tile, page);
+    fetch_index();
+    ptx::sync_warp();
+    copy_tile(tile.left(), slot == 0 ? T::kSlots - T::kTileSlots : slot - T::kTileSlots);
+    ptx::sync_warp();  // before locations are overwritten
   }
 
  private:
-  // This warp's rows of one tile: lane l holds where row l % kLoadRows lies.
-  struct TileRows {
-    int32_t page;
-    int32_t token;  // within the page
-    int32_t left;   // tokens of the item from the tile's first on, 0: no tile
+  static constexpr int kWarpRows = 8 * T::kTileSlots;  // that a warp loads of a tile
+
+  // A tile: tokens [position, end) of a request, or as many of them as a tile has. The same for the
+  // whole CTA in a way the compiler can see, so that branches on it cost nothing.
+  struct Place {
+    int32_t position, end, page_begin;
+    MLA_DEVICE int left() const { return end - position; }  // <= 0: there is no tile
   };
 
   MLA_DEVICE void fetch_following_item() {
     if (more_ < more_end_) {
       const WorkItem* item = reinterpret_cast<const WorkItem*>(p_.plan) + more_;
       const ptx::U4 v = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item) + 1);
-      next_page_begin_ = static_cast<int32_t>(v.x);
-      next_begin_ = static_cast<int32_t>(v.y);
-      next_end_ = static_cast<int32_t>(v.z);
+      following_ = {static_cast<int32_t>(v.y), static_cast<int32_t>(v.z),
+                    static_cast<int32_t>(v.x)};
     }
   }
 
-  // now <- ahead <- the tile at the walking position; then one tile further.
-  MLA_DEVICE void fetch_indices() {
-    now_ = ahead_;
-    ahead_.left = 0;
-    if (position_ >= end_) return;
-    const int row = position_ + warp_ * T::kLoadRows + lane_ % T::kLoadRows;
-    const uint32_t token = row < end_ ? row : end_ - 1;
-    const uint32_t page = divide(token, p_.page_size);
-    ahead_.page = ptx::ld_const(p_.kv_indices + page_begin_ + page);
-    ahead_.token = token - page * p_.page_size.value;
-    ahead_.left = end_ - position_;
-    position_ += T::kTokens;
-    if (position_ >= end_ && more_ < more_end_) {
-      page_begin_ = next_page_begin_;
-      position_ = next_begin_;
-      end_ = next_end_;
+  MLA_DEVICE void step() {
+    walk_.position += T::kTokens;
+    if (walk_.left() <= 0 && more_ < more_end_) {
+      walk_ = following_;
       ++more_;
       fetch_following_item();
     }
+  }
+
+  // The token of this lane's row; past the end, the last one.
+  MLA_DEVICE uint32_t token_of(const Place& tile) const {
+    const int token = tile.position + warp_ * kWarpRows + lane_ % kWarpRows;
+    return token < tile.end ? token : tile.end - 1;
+  }
+  MLA_DEVICE const int32_t* index_of(const Place& tile) const {
+    return p_.kv_indices + tile.page_begin + divide(token_of(tile), p_.page_size);
+  }
+
+  // Asks for the page indices of the tile at the walking position, a tile before their rows are:
+  // addresses wait for them. They come with cp.async, as part of the group that closes next, so
+  // that the loop has no ordinary load whose scoreboard (there are six) the compiler might share
+  // with another wait.
+  MLA_DEVICE void fetch_index() {
+    next_ = walk_;
+    if (next_.left() > 0) {
+      if (lane_ < kWarpRows) ptx::cp_async_4(index_cell(), index_of(next_));
+      step();
+    }
+  }
+  MLA_DEVICE uint32_t index_cell() const {
+    return shared_ + T::kIndexOffset + 4 * (warp_ * kWarpRows + lane_);
+  }
+
+  // Where this warp's rows lie: ckv, then kpe; with group scales, then the scales.
+  MLA_DEVICE uint32_t location(int row) const {
+    return shared_ + T::kLocationOffset + warp_ * T::kLocationBytes / T::kWarps + 4 * row;
+  }
+
+  // Notes it for all lanes to read. (Instead of shuffles, which the compiler issues one after the
+  // other's result.)
+  MLA_DEVICE void locate(const Place& tile, uint32_t page) const {
+    const uint32_t token = token_of(tile);
+    const uint32_t in_page = token - divide(token, p_.page_size) * p_.page_size.value;
+    if (lane_ < kWarpRows) {
+      ptx::st_shared(location(lane_), page * p_.ckv_page_stride + in_page * p_.ckv_token_stride);
+      if constexpr (T::kKpeDim > 0) {
+        ptx::st_shared(location(kWarpRows + lane_),
+                       page * p_.kpe_page_stride + in_page * p_.kpe_token_stride);
+      }
+      if constexpr (T::kGroupScales) {
+        ptx::st_shared(location(2 * kWarpRows + lane_), page * p_.page_size.value + in_page);
+      }
+    }
+  }
+
+  MLA_DEVICE void copy_tile(int left, int slot) const {
+#pragma unroll
+    for (int part = 0; part < T::kTileSlots; ++part) copy_rows(left, part, slot + part);
+  }
+
+  // `left` as of the tile whose slot `part` is loaded.
+  MLA_DEVICE void copy_rows(int left, int part, int slot) const {
+    if (left >= T::kTokens) {
+      copy_rows_of<true>(left, part, slot);
+    } else if (left > 0) {
+      copy_rows_of<false>(left, part, slot);
+    }
+    ptx::cp_async_commit();
   }
 
   template <bool Full>
@@ -116,41 +169,39 @@ class Loader {
   }
 
   template <bool Full>
-  MLA_DEVICE void copy_rows(int slot) {
-    const int row0 = warp_ * T::kLoadRows;
-    const uint32_t base = shared_ + T::kRingOffset + slot * T::kSlotBytes + row0 * T::kKvRowBytes;
-    const uint32_t located = shared_ + T::kRowOffset + 4 * row0;
-    // ckv: one whole row of 512 B an instruction (1 to 2 us better over 32 x 8192 tokens than 8 rows x 64 B).
+  MLA_DEVICE void copy_rows_of(int left, int part, int slot) const {
+    const int valid = left - warp_ * kWarpRows - 8 * part;  // rows below this exist
+    const uint32_t base =
+        shared_ + T::kRingOffset + slot * T::kSlotBytes + 8 * warp_ * T::kKvRowBytes;
+    // ckv: one whole row of 512 B an instruction (1 to 2 us better over 32 x 8192 tokens than 8
+    // rows x 64 B).
     const uint8_t* ckv = p_.ckv + lane_ * kChunkBytes;
 #pragma unroll
-    for (int r = 0; r < T::kLoadRows; r += 4) {
-      ptx::U4 offset;
-      ptx::ld_shared(offset, located + 4 * r);
-      const uint32_t offsets[4] = {offset.x, offset.y, offset.z, offset.w};
+    for (int r = 0; r < 8; r += 4) {
+      ptx::U4 at;
+      ptx::ld_shared(at, location(8 * part + r));
+      const uint32_t offset[4] = {at.x, at.y, at.z, at.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        copy<Full>(base + chunk_offset<T>(r + i, lane_), ptx::advance(ckv, offsets[i]),
-                   row0 + r + i < now_.left);
+        copy<Full>(base + chunk_offset<T>(r + i, lane_), ptx::advance(ckv, offset[i]),
+                   r + i < valid);
       }
     }
     if constexpr (T::kKpeDim > 0) {
-      const int g = lane_ >> 2, t = lane_ & 3;
-      const uint8_t* kpe = p_.kpe + t * kChunkBytes;
-#pragma unroll
-      for (int r = 0; r < T::kLoadRows; r += 8) {
-        uint32_t offset;
-        ptx::ld_shared(offset, located + 4 * T::kTokens + 4 * (r + g));
-        copy<Full>(base + chunk_offset<T>(r + g, kCkvDim / kChunkBytes + t),
-                   ptx::advance(kpe, offset), row0 + r + g < now_.left);
-      }
+      const int row = lane_ >> 2, chunk = lane_ & 3;
+      uint32_t offset;
+      ptx::ld_shared(offset, location(kWarpRows + 8 * part + row));
+      copy<Full>(base + chunk_offset<T>(row, kCkvDim / kChunkBytes + chunk),
+                 ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
     }
     if constexpr (T::kGroupScales) {
-      if (lane_ < T::kLoadRows) {
-        const int64_t row = int64_t{now_.page} * p_.page_size.value + now_.token;
+      if (lane_ < 8) {
+        uint32_t offset;
+        ptx::ld_shared(offset, location(2 * kWarpRows + 8 * part + lane_));
         copy<Full>(shared_ + T::kScaleRingOffset + slot * T::kScaleSlotBytes +
-                       (row0 + lane_) * kScaleGroups * 4,
-                   reinterpret_cast<const uint8_t*>(p_.group_scales + row * kScaleGroups),
-                   row0 + lane_ < now_.left);
+                       (8 * warp_ + lane_) * kScaleGroups * 4,
+                   ptx::advance(reinterpret_cast<const uint8_t*>(p_.group_scales), offset),
+                   lane_ < valid);
       }
     }
   }
@@ -159,9 +210,9 @@ class Loader {
   int more_, more_end_;
   uint32_t shared_;
   int warp_, lane_;
-  int position_, end_, page_begin_;
-  int next_page_begin_ = 0, next_begin_ = 0, next_end_ = 0;
-  TileRows now_, ahead_;
+  Place walk_;       // the tile whose page indices are asked for next
+  Place next_;       // the tile whose rows are asked for next
+  Place following_;  // the first tile of the item after the one at walk_
 };
 
 }  // namespace mla_fp8kv

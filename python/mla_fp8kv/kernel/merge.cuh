@@ -1,8 +1,8 @@
 /*
  * The merge of partial results: rows whose KV was split over CTAs, and rows that see no KV at all.
  *
- * out = sum_i w_i out_i / sum_i w_i with w_i = sum_i 2^(reference_i - max reference), in FP32, always in the same order,
- * so the result does not change from run to run.
+ * out = sum_i w_i out_i / sum_i w_i with w_i = sum_i 2^(reference_i - max reference), in FP32,
+ * always in the same order, so the result does not change from run to run.
  */
 #pragma once
 #include "load.cuh"
@@ -15,8 +15,8 @@ namespace mla_fp8kv {
 constexpr int kMergeThreads = 128;
 // Enough blocks for all rows of a full grid at once, few where rows are few: empty blocks cost too.
 constexpr int merge_ctas_per_sm(int rows) { return rows <= 8 ? 2 : rows <= 16 ? 4 : 8; }
-constexpr int kMergeDims = 8;        // per lane
-constexpr int kFewPartials = 16;     // up to this many, a lane reads all partials of its dims itself
+constexpr int kMergeDims = 8;     // per lane
+constexpr int kFewPartials = 16;  // up to this many, a lane reads all partials of its dims itself
 
 // Running merge of one lane's dims.
 struct Merged {
@@ -34,7 +34,8 @@ struct Merged {
   }
   // Adds what was summed against `other_reference`, which is at most the own one.
   MLA_DEVICE void add(float other_reference, float other_sum, const float (&other)[kMergeDims]) {
-    const float weight = other_reference == reference ? 1.f : ptx::exp2(other_reference - reference);
+    const float weight =
+        other_reference == reference ? 1.f : ptx::exp2(other_reference - reference);
 #pragma unroll
     for (int i = 0; i < kMergeDims; ++i) out[i] = ptx::fma(other[i], weight, out[i]);
     sum = ptx::fma(other_sum, weight, sum);
@@ -46,7 +47,8 @@ struct PartialPiece {
   ptx::U4 v[Fp32 ? 2 : 1];
   MLA_DEVICE void load(const void* base, int64_t element) {
     if constexpr (Fp32) {
-      const ptx::U4* src = reinterpret_cast<const ptx::U4*>(static_cast<const float*>(base) + element);
+      const ptx::U4* src =
+          reinterpret_cast<const ptx::U4*>(static_cast<const float*>(base) + element);
       v[0] = ptx::ld_fresh(src);
       v[1] = ptx::ld_fresh(src + 1);
     } else {
@@ -132,8 +134,8 @@ MLA_DEVICE void write_merged(const Params& p, const MergeItem& item, int row, in
   uint16_t* out = p.out + token * p.out_token_stride + head * p.out_head_stride + dim;
   ptx::st_global(reinterpret_cast<ptx::U4*>(out), ptx::U4{y[0], y[1], y[2], y[3]});
   if (p.lse != nullptr && dim == 0) {
-    const float lse = merged.sum == 0.f ? -__builtin_huge_valf()
-                                        : merged.reference + ptx::log2(merged.sum);
+    const float lse =
+        merged.sum == 0.f ? -__builtin_huge_valf() : merged.reference + ptx::log2(merged.sum);
     ptx::st_global(p.lse + (int64_t{item.q_begin} * p.heads.value + packed), lse * p.lse_scale);
   }
 }
@@ -160,7 +162,8 @@ MLA_DEVICE void merge_few(const Params& p, const PlanHeader& header) {
   }
 }
 
-// Many partials of few rows: a block does 32 dims of one row, 4 lanes for each of 32 shares of the partials.
+// Many partials of few rows: a block does 32 dims of one row, 4 lanes for each of 32 shares of the
+// partials.
 template <int Rows, bool Fp32>
 MLA_DEVICE void merge_many(const Params& p, const PlanHeader& header, uint32_t shared) {
   constexpr int kLanes = 4, kShares = kMergeThreads / kLanes;
@@ -175,8 +178,8 @@ MLA_DEVICE void merge_many(const Params& p, const PlanHeader& header, uint32_t s
     if (row >= item.rows) continue;  // the same for the whole block
     const int dim = (static_cast<int>(unit % kSlices) * kLanes + lane) * kMergeDims;
     Merged merged;
-    merge_partials<Rows, Fp32, kShares, Fp32 ? 4 : 8>(
-        p, int64_t{item.slot_begin} * Rows + row, dim, share, item.count, merged);
+    merge_partials<Rows, Fp32, kShares, Fp32 ? 4 : 8>(p, int64_t{item.slot_begin} * Rows + row, dim,
+                                                      share, item.count, merged);
     // Shares within the warp, then the warps.
 #pragma unroll
     for (int mask = kLanes; mask < 32; mask *= 2) {

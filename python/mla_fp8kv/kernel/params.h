@@ -6,10 +6,10 @@
  * The integer workspace of a plan holds, from its start:
  *
  *   PlanHeader                            read by the merge kernel only
- *   CtaWork   [grid]                      at kCtaWorkOffset; CTA c reads record c and nothing before it,
- *                                         so the first KV load waits for one global load, not for two
- *   MergeItem [header.num_merge_items]    at header.merge_offset
- *   WorkItem  [...]                       further items of CTAs that have more than one
+ *   CtaWork   [grid]                      at kCtaWorkOffset; CTA c reads record c and nothing
+ * before it, so the first KV load waits for one global load, not for two MergeItem
+ * [header.num_merge_items]    at header.merge_offset WorkItem  [...]                       further
+ * items of CTAs that have more than one
  */
 #pragma once
 #include <cstdint>
@@ -61,7 +61,8 @@ struct alignas(16) PlanHeader {
 static_assert(sizeof(PlanHeader) == 64, "CtaWork records start right after the header");
 constexpr int64_t kCtaWorkOffset = sizeof(PlanHeader);
 
-// Unsigned division of n < 2^31 by a divisor >= 1 that the host knows: n / d = (mul_high(n, mul) + n) >> shift.
+// Unsigned division of n < 2^31 by a divisor >= 1 that the host knows: n / d = (mul_high(n, mul) +
+// n) >> shift.
 struct Divisor {
   uint32_t value, mul, shift;
 
@@ -75,13 +76,15 @@ struct Divisor {
 
 // One launch of the attention kernel and of the merge that follows it.
 struct Params {
-  // Paged caches, FP8. Strides in units of 16 bytes; a row's offset, also in those units, fits 32 bits (64 GiB).
+  // Paged caches, FP8. Strides in units of 16 bytes; a row's offset, also in those units, fits 32
+  // bits (64 GiB).
   const uint8_t* ckv;  // [pages, page_size, 512]
   const uint8_t* kpe;  // [pages, page_size, kpe dim]
   uint32_t ckv_page_stride, ckv_token_stride;
   uint32_t kpe_page_stride, kpe_token_stride;
   const int32_t* kv_indices;
-  const float* group_scales;  // [pages, page_size, 4], one per 128 dims of ckv; null without group scales
+  const float*
+      group_scales;  // [pages, page_size, 4], one per 128 dims of ckv; null without group scales
 
   // 16-bit queries and output; strides in elements.
   const uint16_t* q_nope;  // [tokens, heads, 512]
@@ -92,12 +95,13 @@ struct Params {
   int64_t q_pe_token_stride, q_pe_head_stride;
   int64_t out_token_stride, out_head_stride;
 
-  void* partial_out;    // [slots][tile rows][512], FP16 (FP32 with group scales), divided by the sum
+  void* partial_out;  // [slots][tile rows][512], FP16 (FP32 with group scales), divided by the sum
   float* partial_stat;  // [slots][tile rows][2]: reference maximum (base 2), sum
   const uint8_t* plan;  // the integer workspace
 
   Divisor heads, page_size;
-  float score_scale;  // logits in base 2 are this x (q . k as the MMA sees it); holds sm_scale, log2 e, ckv_scale
+  float score_scale;  // logits in base 2 are this x (q . k as the MMA sees it); holds sm_scale,
+                      // log2 e, ckv_scale
   float pe_ratio;     // kpe_scale / ckv_scale, folded into q_pe
   float out_scale;    // ckv_scale
   float lse_scale;    // 1: LSE in base 2; ln 2: natural

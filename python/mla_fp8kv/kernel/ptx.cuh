@@ -1,9 +1,10 @@
 /*
  * Every instruction the kernels issue beyond plain C++, one wrapper each.
  *
- * The kernels include this header and nothing of CUDA, so a second implementation of it (tests/host) runs the very
- * same kernel sources on a CPU. Keep it to that: no policy, no layout. Shared memory is addressed by 32-bit offsets as
- * in PTX; FP16 and BF16 pairs travel as uint32_t, low half first.
+ * The kernels include this header and nothing of CUDA, so a second implementation of it
+ * (tests/host) runs the very same kernel sources on a CPU. Keep it to that: no policy, no layout.
+ * Shared memory is addressed by 32-bit offsets as in PTX; FP16 and BF16 pairs travel as uint32_t,
+ * low half first.
  *
  * Needs PTX ISA 7.0 (SM80); what SM89 and SM90 add is behind __CUDA_ARCH__.
  */
@@ -86,6 +87,9 @@ MLA_DEVICE void cp_async_16_or_zero(uint32_t dst, const void* src, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+MLA_DEVICE void cp_async_4(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 MLA_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Returns when at most `Pending` of this thread's committed groups are unfinished.
 template <int Pending>
@@ -127,15 +131,16 @@ MLA_DEVICE void atomic_max_shared(uint32_t a, uint32_t v) {
   asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
 }
 
-// Matrix j is eight 16-byte rows whose addresses lanes 8j..8j+7 pass; lane (g, t) = (lane / 4, lane % 4) gets the
-// 4 bytes 4t..4t+3 of row g.
+// Matrix j is eight 16-byte rows whose addresses lanes 8j..8j+7 pass; lane (g, t) = (lane / 4, lane
+// % 4) gets the 4 bytes 4t..4t+3 of row g.
 MLA_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)
                : "memory");
 }
-// The same, transposed in 16-bit units: lane (g, t) gets unit g of row 2t (low half) and of row 2t+1 (high half).
+// The same, transposed in 16-bit units: lane (g, t) gets unit g of row 2t (low half) and of row
+// 2t+1 (high half).
 MLA_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -150,11 +155,13 @@ MLA_DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
 }
 
 // ---- tensor core: c[16 x 8] += a[16 x 16] b[16 x 8], FP16 operands, FP32 accumulator.
-// Lane (g, t): a[0] (row g, k 2t..), a[1] (row g+8, k 2t..), a[2] (row g, k 2t+8..), a[3] (row g+8, k 2t+8..);
-// b[0] (k 2t.., column g), b[1] (k 2t+8.., column g); c[0..1] (row g, columns 2t..), c[2..3] (row g+8, columns 2t..).
+// Lane (g, t): a[0] (row g, k 2t..), a[1] (row g+8, k 2t..), a[2] (row g, k 2t+8..), a[3] (row g+8,
+// k 2t+8..); b[0] (k 2t.., column g), b[1] (k 2t+8.., column g); c[0..1] (row g, columns 2t..),
+// c[2..3] (row g+8, columns 2t..).
 MLA_DEVICE void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -226,9 +233,9 @@ MLA_DEVICE void sync_warp() { __syncwarp(); }
 MLA_DEVICE void sync_block() { __syncthreads(); }
 MLA_DEVICE bool sync_block_or(bool p) { return __syncthreads_or(p); }
 
-// ---- programmatic dependent launch (SM90+; elsewhere kernels of a stream run one after the other anyway)
-// Nothing an earlier kernel wrote may be read before this. Every CTA must call it before it exits: a kernel that
-// follows takes our completion for the completion of all that ran before us.
+// ---- programmatic dependent launch (SM90+; elsewhere kernels of a stream run one after the other
+// anyway) Nothing an earlier kernel wrote may be read before this. Every CTA must call it before it
+// exits: a kernel that follows takes our completion for the completion of all that ran before us.
 MLA_DEVICE void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

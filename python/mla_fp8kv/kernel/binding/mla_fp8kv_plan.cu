@@ -1,7 +1,8 @@
 /*
  * plan() of the module: device facts and tensors in, plan.h's work list into the pinned workspace.
  *
- * Same signature as the MLA modules FlashInfer generates; SGLang calls it itself before each replay of a CUDA graph.
+ * Same signature as the MLA modules FlashInfer generates; SGLang calls it itself before each replay
+ * of a CUDA graph.
  */
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
@@ -39,7 +40,8 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
                                     TensorView kv_indptr, TensorView kv_len, int64_t num_heads,
                                     int64_t head_dim_o, bool causal) {
   if (head_dim_o != kCkvDim) {
-    TVM_FFI_THROW(ValueError) << "head_dim_ckv must be " << kCkvDim << ", got " << head_dim_o << ".";
+    TVM_FFI_THROW(ValueError) << "head_dim_ckv must be " << kCkvDim << ", got " << head_dim_o
+                              << ".";
   }
   const int64_t batch = kv_len.numel();
   const PlanInput in{host_int32(qo_indptr, "qo_indptr", batch + 1),
@@ -49,7 +51,6 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
                      static_cast<int32_t>(num_heads),
                      causal};
 
-  // The variants that fit, fewest rows first.
   const DeviceFacts device = device_facts(float_workspace.device().device_id);
   int32_t limit = device.shared_per_block;
   if (const int32_t forced = environment_number("MLA_FP8KV_SMEM_LIMIT")) {
@@ -57,15 +58,16 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   }
   const int32_t forced_ctas = environment_number("MLA_FP8KV_CTAS_PER_SM");
   const int32_t forced_rows = environment_number("MLA_FP8KV_TILE_ROWS");
+  const auto ctas_per_sm = [&](const Variant& v) {
+    const int32_t fit = device.shared_per_sm / (v.shared_bytes + kReservedSharedPerCta);
+    const int32_t ctas = std::max(1, std::min(v.ctas_per_sm, fit));
+    return forced_ctas > 0 ? std::min(ctas, forced_ctas) : ctas;
+  };
   TileShape shapes[kNumTiles];
-  int32_t num_tiles = 0;
-  for (; num_tiles < kNumTiles; ++num_tiles) {
+  int32_t num_tiles = 0;  // that fit; more rows need more
+  for (; num_tiles < kNumTiles && kVariants[num_tiles].shared_bytes <= limit; ++num_tiles) {
     const Variant& v = kVariants[num_tiles];
-    if (v.shared_bytes > limit) break;
-    constexpr int32_t kReservedByCuda = 1024;  // of an SM's shared memory, for each resident CTA
-    int32_t ctas = std::min(v.ctas_per_sm, device.shared_per_sm / (v.shared_bytes + kReservedByCuda));
-    if (forced_ctas > 0) ctas = std::min(ctas, forced_ctas);
-    shapes[num_tiles] = make_tile_shape(v.rows, v.tokens, std::max(ctas, 1));
+    shapes[num_tiles] = make_tile_shape(v.rows, v.tokens, ctas_per_sm(v));
   }
   if (num_tiles == 0) {
     TVM_FFI_THROW(ValueError) << "FP8 MLA needs " << kVariants[0].shared_bytes
@@ -77,16 +79,9 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   int32_t tile = plan_registry().kept(
       {int_workspace.data_ptr(), float_workspace.data_ptr(), num_heads, causal});
   if (tile < 0 || tile >= num_tiles) {
-    tile = -1;
+    tile = choose_tile(in, shapes, num_tiles);
     for (int32_t i = 0; i < num_tiles; ++i) {
       if (shapes[i].rows == forced_rows) tile = i;
-    }
-    PlanResult ignored;
-    if (tile < 0) {
-      // choose_tile trusts its input, so look at it first.
-      const PlanStatus status = plan_detail::check_input(in, ignored);
-      if (status != PlanStatus::kOk) TVM_FFI_THROW(ValueError) << plan_error(status, ignored);
-      tile = choose_tile(in, shapes, num_tiles);
     }
   }
   const TileShape& shape = shapes[tile];
@@ -94,8 +89,8 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   const int64_t slot_capacity = bytes_of(float_workspace) / partial_bytes(1, shape.rows);
   const int64_t capacity = std::min(bytes_of(int_workspace), bytes_of(pinned_workspace));
   PlanResult result;
-  const PlanStatus status = make_plan(in, shape, grid, slot_capacity, pinned_workspace.data_ptr(),
-                                      capacity, result);
+  const PlanStatus status =
+      make_plan(in, shape, grid, slot_capacity, pinned_workspace.data_ptr(), capacity, result);
   if (status == PlanStatus::kFloatCapacity) {
     TVM_FFI_THROW(ValueError) << "float_workspace_buffer must have at least "
                               << partial_bytes(max_slots(grid), shape.rows)
@@ -106,7 +101,8 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   return Tuple<Array<int64_t>, int64_t>(info, result.staged_bytes);
 }
 
-// The integer workspace is new: no CUDA graph holds a launch of it, whatever lay at its address before.
+// The integer workspace is new: no CUDA graph holds a launch of it, whatever lay at its address
+// before.
 void forget(TensorView int_workspace) { plan_registry().forget(int_workspace.data_ptr()); }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, plan);

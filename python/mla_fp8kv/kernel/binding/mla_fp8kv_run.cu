@@ -1,8 +1,9 @@
 /*
  * run() of the module: tensors to Params, one launch of the attention kernel and one of the merge.
  *
- * Same signature as the MLA modules FlashInfer generates. What a caller can get wrong is worded in Python
- * (mla_fp8kv/checks.py); the checks here are the ones that keep a launch from reading or writing astray.
+ * Same signature as the MLA modules FlashInfer generates. What a caller can get wrong is worded in
+ * Python (mla_fp8kv/checks.py); the checks here are the ones that keep a launch from reading or
+ * writing astray.
  */
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
@@ -26,7 +27,8 @@ using tvm::ffi::Array;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-// Each architecture compiles one conversion: the hardware's from SM89 on, unless the module was built to place bits.
+// Each architecture compiles one conversion: the hardware's from SM89 on, unless the module was
+// built to place bits.
 #if MLA_FP8KV_DEQUANT_BITS
 constexpr bool kAlwaysPlaceBits = true;
 #else
@@ -76,8 +78,9 @@ void launch_tile(const Params& params, const Launch& how) {
   allow_shared<kernel>(how.device, T::kSharedBytes);
   launch(kernel, dim3(how.grid, PlanRows / T::kRows), T::kThreads, T::kSharedBytes, params, how);
   if (how.merge) {
-    launch(merge_kernel<PlanRows, T::kGroupScales>, dim3(merge_ctas_per_sm(PlanRows) * how.facts.num_sms),
-           kMergeThreads, kMergeSharedBytes, params, how);
+    launch(merge_kernel<PlanRows, T::kGroupScales>,
+           dim3(merge_ctas_per_sm(PlanRows) * how.facts.num_sms), kMergeThreads, kMergeSharedBytes,
+           params, how);
   }
 }
 
@@ -137,9 +140,9 @@ void check_rows(const TensorView& t, const char* name, int64_t dim, int64_t head
 
 void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan_info,
          TensorView q_nope, TensorView q_pe, TensorView ckv, TensorView kpe, TensorView kv_indices,
-         TensorView out, Optional<TensorView> maybe_lse, int64_t mask_mode,
-         int64_t num_heads, int64_t page_size, double sm_scale, bool lse_base_e, double ckv_scale,
-         double kpe_scale, Optional<TensorView> group_scales) {
+         TensorView out, Optional<TensorView> maybe_lse, int64_t mask_mode, int64_t num_heads,
+         int64_t page_size, double sm_scale, bool lse_base_e, double ckv_scale, double kpe_scale,
+         Optional<TensorView> group_scales) {
   if (plan_info.size() != kInfoCount || plan_info[kInfoVersion] != kPlanVersion) {
     TVM_FFI_THROW(ValueError) << "plan_info must come from plan() of the same module.";
   }
@@ -210,9 +213,8 @@ void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> pl
   const bool captured = capture != cudaStreamCaptureStatusNone;
   if (captured) {
     const bool causal = mask_mode == 1;  // who sees what is in the work list
-    plan_registry().keep(
-        {int_workspace.data_ptr(), float_workspace.data_ptr(), num_heads, causal},
-        static_cast<int32_t>(tile));
+    plan_registry().keep({int_workspace.data_ptr(), float_workspace.data_ptr(), num_heads, causal},
+                         static_cast<int32_t>(tile));
   }
   // A replay may split what this plan did not: captured launches always have their merge.
   const bool merge = captured || plan_info[kInfoMergeItems] > 0;

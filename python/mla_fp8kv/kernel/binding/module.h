@@ -28,8 +28,8 @@ enum PlanInfo : int32_t {
 };
 constexpr int64_t kPlanVersion = 1;
 
-// Partial results in the float workspace: all outputs, then all statistics. Sized for the FP32 partials of group
-// scales, since a plan does not know whether its runs have them.
+// Partial results in the float workspace: all outputs, then all statistics. Sized for the FP32
+// partials of group scales, since a plan does not know whether its runs have them.
 constexpr int64_t partial_stat_offset(int64_t slots, int32_t rows) {
   return slots * rows * kCkvDim * int64_t{sizeof(float)};
 }

@@ -1,5 +1,6 @@
 /*
- * The shipped tiles as the host sees them: a table for the choice at plan time, and what of a GPU decides it.
+ * The shipped tiles as the host sees them: a table for the choice at plan time, and what of a GPU
+ * decides it.
  */
 #pragma once
 #include <cuda_runtime.h>
@@ -18,7 +19,8 @@ namespace mla_fp8kv {
 
 struct Variant {
   int32_t rows, tokens, ctas_per_sm;
-  int32_t shared_bytes;  // the larger of the forms with and without group scales: a plan serves both
+  int32_t
+      shared_bytes;  // the larger of the forms with and without group scales: a plan serves both
 };
 
 template <class Plain, class Scaled>
