@@ -18,15 +18,19 @@ _HERE = Path(__file__).parent
 
 
 def build(
-    pin: Pin, python: Path, site: Path, archs: list[Arch], toolkit: Toolkit
+    pin: Pin, python: Path, site: Path, archs: list[Arch], toolkit: Toolkit, *, baselines: bool
 ) -> dict[str, Path]:
-    """Module name -> shared library, for every module of a bundle.
+    """Module name -> shared library, for our modules and, with `baselines`, upstream's MLA ones.
 
     python: the interpreter of the dev environment. site: the unpacked wheel.
     """
     work = BUILD / f"aot-{pin.version}"
     work.mkdir(parents=True, exist_ok=True)
-    modules = _specs(python, site, archs, toolkit, work)
+    modules = [
+        module
+        for module in _specs(python, site, archs, toolkit, work)
+        if baselines or module["owner"] == "ours"
+    ]
     libraries = {
         module["name"]: cache() / "aot" / f"{module['name']}-{_key(pin, site, module, toolkit)}.so"
         for module in modules
@@ -46,6 +50,11 @@ def build(
                     with files.new_file(libraries[name]) as partial:
                         shutil.copyfile(path, partial)
     return libraries
+
+
+def place(name: str) -> str:
+    """Where FlashInfer's loader looks for a module, relative to the folder of the packages."""
+    return f"flashinfer/data/aot/{name}/{name}.so"
 
 
 def _specs(python: Path, site: Path, archs: list[Arch], toolkit: Toolkit, work: Path) -> list[dict]:

@@ -23,6 +23,7 @@ def _ours() -> list:
         gen_module(torch.float8_e5m2, 64),
         gen_module(torch.float8_e5m2, 0),
         gen_module(torch.float8_e4m3fn, 64, bits=True),
+        gen_module(torch.float8_e4m3fn, 64, loads=True),
     ]
 
 

@@ -52,7 +52,7 @@ def bundle(
     python: the interpreter of the dev environment. site: the unpacked wheel.
     """
     with steps.step("modules") as notes:
-        libraries = aot.build(pin, python, site, archs, toolkit)
+        libraries = aot.build(pin, python, site, archs, toolkit, baselines=True)
         notes.append(f"{len(libraries)} with nvcc {toolkit.version}")
     with steps.step("wheels"):
         wheels = _wheels(python, python_version)
@@ -64,9 +64,9 @@ def bundle(
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(site / path, copy)
         for name, library in libraries.items():
-            folder = top / "site" / "flashinfer" / "data" / "aot" / name
-            folder.mkdir(parents=True)
-            shutil.copyfile(library, folder / f"{name}.so")
+            copy = top / "site" / aot.place(name)
+            copy.parent.mkdir(parents=True)
+            shutil.copyfile(library, copy)
         _copy_tests(top)
         readme = (Path(__file__).parent / "bundle_readme.md").read_text()
         names = ", ".join(f"sm_{arch.name}" for arch in archs)

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="VERSION",
         help=f"FlashInfer release to build on (default {pins.DEFAULT_BASE})",
     )
-    parser.set_defaults(run=_wheel, command="wheel")
+    parser.set_defaults(run=_wheel, command="wheel", arch=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name: str, run, text: str) -> argparse.ArgumentParser:
@@ -65,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run, command=name)
         return added
 
-    command("wheel", _wheel, "build and check the wheel (the default)")
+    wheel_command = command("wheel", _wheel, "build and check the wheel (the default)")
+    wheel_command.add_argument(
+        "--arch", metavar="LIST", help="compile our modules into it for these, such as 90a,120a"
+    )
     patches = command("patches", _patches, "export the patch series")
     patches.add_argument("action", choices=["refresh"])
     patches.add_argument("into", nargs="?", help="patch that takes the edits (default: the last)")
@@ -92,6 +95,9 @@ def _wheel(options: argparse.Namespace, _: list[str]) -> None:
     pin = pins.load(options.base)
     steps = Steps()
     path = wheel.build(pin, steps)
+    if options.arch:
+        archs, toolkit = arch.parse_list(options.arch), toolchain.find()
+        path = wheel.add_modules(pin, path, archs, toolkit, steps)
     print(f"  {'total':<10} {steps.total():6.1f} s")
     print(path)
     print(f"install with: python3 -m pip install --no-deps --force-reinstall '{path}'")

@@ -12,7 +12,7 @@ import base64
 import hashlib
 import itertools
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from mla_fp8kv_build import files
@@ -20,6 +20,9 @@ from mla_fp8kv_build.paths import PACKAGE, ROOT
 from mla_fp8kv_build.pin import Pin
 
 ENTRY_POINTS = "[sglang.srt.plugins]\nmla_fp8kv = mla_fp8kv.sglang:activate\n"
+PURE_TAG = "py3-none-any"
+# With compiled modules in it. They use neither Python's nor torch's ABI, but the platform's.
+NATIVE_TAG = "py3-none-linux_x86_64"
 # The date of every archive member, so that the same input gives the same bytes.
 _DATE = (2020, 1, 1, 0, 0, 0)
 
@@ -38,9 +41,9 @@ def package_files() -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in sorted(paths.items())}
 
 
-def wheel_name(pin: Pin) -> str:
+def wheel_name(pin: Pin, tag: str = PURE_TAG) -> str:
     """File name of the wheel."""
-    return f"{pin.name.replace('-', '_')}-{pin.wheel_version}-py3-none-any.whl"
+    return f"{pin.name.replace('-', '_')}-{pin.wheel_version}-{tag}.whl"
 
 
 def dist_info(pin: Pin, version: str) -> str:
@@ -51,32 +54,57 @@ def dist_info(pin: Pin, version: str) -> str:
 def add_package(pin: Pin, upstream: Path, ours: dict[str, bytes], target: Path) -> None:
     """Write `target`: the members of the wheel `upstream`, `ours`, and metadata that says so."""
     old, new = dist_info(pin, pin.version), dist_info(pin, pin.wheel_version)
+
+    def change(name: str, data: bytes) -> tuple[str, bytes]:
+        if not name.startswith(f"{old}/"):
+            return name, data
+        name = name.removeprefix(f"{old}/")
+        if name == "METADATA":
+            version = f"Version: {pin.wheel_version}\n"
+            data = data.replace(f"Version: {pin.version}\n".encode(), version.encode(), 1)
+        elif name == "entry_points.txt":
+            data = data.rstrip() + b"\n\n" + ENTRY_POINTS.encode()
+        elif name == "top_level.txt":
+            data += f"{PACKAGE.name}\n".encode()
+        return f"{new}/{name}", data
+
+    _rewrite(upstream, change, ours, new, target)
+
+
+def add_modules(pin: Pin, wheel: Path, libraries: dict[str, bytes], target: Path) -> None:
+    """Write `target`: our wheel with compiled modules (name in the wheel -> bytes) added."""
+    info = dist_info(pin, pin.wheel_version)
+
+    def change(name: str, data: bytes) -> tuple[str, bytes]:
+        if name == f"{info}/WHEEL":
+            data = data.replace(b"Root-Is-Purelib: true", b"Root-Is-Purelib: false")
+            data = data.replace(PURE_TAG.encode(), NATIVE_TAG.encode())
+        return name, data
+
+    _rewrite(wheel, change, libraries, info, target)
+
+
+def _rewrite(
+    wheel: Path,
+    change: Callable[[str, bytes], tuple[str, bytes]],
+    added: dict[str, bytes],
+    info: str,
+    target: Path,
+) -> None:
+    """Write `target`: each member of `wheel` after `change`, then `added`, then a new RECORD."""
     record = []
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
-        for name, data in itertools.chain(_members(pin, upstream), ours.items()):
-            name = name.replace(f"{old}/", f"{new}/", 1) if name.startswith(f"{old}/") else name
+    with (
+        zipfile.ZipFile(wheel) as source,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive,
+    ):
+        kept = [name for name in sorted(source.namelist()) if not name.endswith(("/", "/RECORD"))]
+        changed = (change(name, source.read(name)) for name in kept)
+        for name, data in itertools.chain(changed, added.items()):
             _write(archive, name, data)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             record.append(f"{name},sha256={digest},{len(data)}\n")
-        record.append(f"{new}/RECORD,,\n")
-        _write(archive, f"{new}/RECORD", "".join(record).encode())
-
-
-def _members(pin: Pin, upstream: Path) -> Iterator[tuple[str, bytes]]:
-    info = dist_info(pin, pin.version)
-    with zipfile.ZipFile(upstream) as source:
-        for name in sorted(source.namelist()):
-            data = source.read(name)
-            if name.endswith("/") or name == f"{info}/RECORD":
-                continue
-            if name == f"{info}/METADATA":
-                ours = f"Version: {pin.wheel_version}\n"
-                data = data.replace(f"Version: {pin.version}\n".encode(), ours.encode(), 1)
-            elif name == f"{info}/entry_points.txt":
-                data = data.rstrip() + b"\n\n" + ENTRY_POINTS.encode()
-            elif name == f"{info}/top_level.txt":
-                data += f"{PACKAGE.name}\n".encode()
-            yield name, data
+        record.append(f"{info}/RECORD,,\n")
+        _write(archive, f"{info}/RECORD", "".join(record).encode())
 
 
 def _write(archive: zipfile.ZipFile, name: str, data: bytes) -> None:

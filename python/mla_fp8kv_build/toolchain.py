@@ -10,6 +10,8 @@ from pathlib import Path
 from mla_fp8kv_build import env
 from mla_fp8kv_build.errors import BuildError
 
+_DEFAULT_HOME = Path("/usr/local/cuda")
+
 
 @dataclass(frozen=True)
 class Toolkit:
@@ -45,6 +47,10 @@ def find() -> Toolkit:
     homes = list(python.parent.parent.glob("lib/python*/site-packages/nvidia/cu13"))
     if not homes:
         raise BuildError("The compiler packages of the index have no nvidia/cu13 folder.")
+    # Their nvcc links with what is in lib64, while the packages fill lib.
+    lib64 = homes[0] / "lib64"
+    if not lib64.exists():
+        lib64.symlink_to("lib")
     return _toolkit(homes[0])
 
 
@@ -55,7 +61,7 @@ def _candidates() -> list[Path]:
     on_path = shutil.which("nvcc")
     if on_path:
         candidates.append(Path(on_path).resolve().parents[1])
-    return [*candidates, Path("/usr/local/cuda")]
+    return [*candidates, _DEFAULT_HOME]
 
 
 def _toolkit(home: Path) -> Toolkit:

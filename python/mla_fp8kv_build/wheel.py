@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mla_fp8kv_build import check, files, overlay, series
+from mla_fp8kv_build import aot, check, env, files, overlay, series, site
+from mla_fp8kv_build.arch import Arch
 from mla_fp8kv_build.env import REQUIREMENTS, UPSTREAM_SWITCHES
 from mla_fp8kv_build.errors import BuildError
 from mla_fp8kv_build.fetch import fetch
-from mla_fp8kv_build.paths import BUILD, DIST
+from mla_fp8kv_build.paths import BUILD, DIST, PACKAGE
 from mla_fp8kv_build.pin import Pin
 from mla_fp8kv_build.steps import Steps
+from mla_fp8kv_build.toolchain import Toolkit
 from mla_fp8kv_build.unpack import unpack, unpacked
 
 _RUN_BACKEND = (
@@ -66,6 +68,34 @@ def build(pin: Pin, steps: Steps) -> Path:
             with steps.step("check"):
                 check.check(pin, partial, ours)
         stamp.write_text(json.dumps({"inputs": inputs, "sha256": files.sha256(wheel)}))
+    return wheel
+
+
+def add_modules(pin: Pin, plain: Path, archs: list[Arch], toolkit: Toolkit, steps: Steps) -> Path:
+    """Path of a second wheel: `plain` with our modules compiled for `archs`.
+
+    Nothing is compiled on first use then, and it serves these architectures only, since FlashInfer
+    takes a module that the package holds without asking for which GPUs it is.
+    """
+    with steps.step("modules") as notes:
+        unpacked_wheel = site.unpacked(pin, plain)
+        with files.lock(BUILD / "bundle.lock"):
+            python = env.ensure("dev")
+            built = aot.build(pin, python, unpacked_wheel, archs, toolkit, baselines=False)
+        libraries = {aot.place(name): path.read_bytes() for name, path in built.items()}
+        notes.append(", ".join(f"sm_{arch.name}" for arch in archs))
+    ours = {
+        f"{PACKAGE.name}/{path.relative_to(unpacked_wheel / PACKAGE.name).as_posix()}": (
+            path.read_bytes()
+        )
+        for path in files.source_files(unpacked_wheel / PACKAGE.name)
+    }
+    wheel = DIST / overlay.wheel_name(pin, overlay.NATIVE_TAG)
+    with files.new_file(wheel) as partial:
+        with steps.step("overlay"):
+            overlay.add_modules(pin, plain, libraries, partial)
+        with steps.step("check"):
+            check.check(pin, partial, {**ours, **libraries})
     return wheel
 
 

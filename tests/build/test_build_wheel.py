@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from invented import TREE
-from mla_fp8kv_build import check, overlay
+from mla_fp8kv_build import aot, check, overlay
 from mla_fp8kv_build import pin as pins
 from mla_fp8kv_build.errors import BuildError
 from packaging.requirements import Requirement
@@ -111,6 +111,7 @@ def base_wheel(release, tmp_path):
         f"{info}/METADATA": TREE["PKG-INFO"],
         f"{info}/entry_points.txt": "[console_scripts]\nflashinfer = flashinfer.__main__:cli\n",
         f"{info}/top_level.txt": "flashinfer\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/RECORD": "",
     }
     write_wheel(path, members)
@@ -132,6 +133,22 @@ def test_a_sound_wheel_passes_and_is_reproducible(release, base_wheel, tmp_path)
         overlay.add_package(release, base_wheel, OURS, path)
         check.check(release, path, OURS)
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_compiled_modules_make_a_wheel_of_the_platform(release, base_wheel, tmp_path):
+    plain, native = tmp_path / "plain.whl", tmp_path / "native.whl"
+    overlay.add_package(release, base_wheel, OURS, plain)
+    libraries = {aot.place("mla_fp8kv_1"): b"\x7fELF"}
+    overlay.add_modules(release, plain, libraries, native)
+    check.check(release, native, {**OURS, **libraries})
+    info = overlay.dist_info(release, release.wheel_version)
+    with zipfile.ZipFile(native) as archive:
+        assert archive.read("flashinfer/data/aot/mla_fp8kv_1/mla_fp8kv_1.so") == b"\x7fELF"
+        tags = archive.read(f"{info}/WHEEL").decode()
+    assert "Tag: py3-none-linux_x86_64\n" in tags and "Root-Is-Purelib: false\n" in tags
+    assert overlay.wheel_name(release, overlay.NATIVE_TAG).endswith("-py3-none-linux_x86_64.whl")
+    with pytest.raises(BuildError, match="neither ours nor upstream's"):
+        check.check(release, native, OURS)
 
 
 def _change(name: str, new: str):
