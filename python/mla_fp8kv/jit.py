@@ -29,22 +29,39 @@ def dequant_bits() -> bool:
     return value == "bits"
 
 
-def module_uri(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False) -> str:
+def loads_only() -> bool:
+    """True when MLA_FP8KV_LOADS_ONLY=1 asks for the kernel without its products.
+
+    For the benchmark, which shows what the loads alone cost; results are wrong on purpose.
+    """
+    value = os.environ.get("MLA_FP8KV_LOADS_ONLY", "")
+    if value not in ("", "1"):
+        raise ValueError(f"MLA_FP8KV_LOADS_ONLY must be unset or '1', got {value!r}.")
+    return value == "1"
+
+
+def module_uri(
+    kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False, loads: bool = False
+) -> str:
     """Name of the module, which is its key in FlashInfer's JIT and ahead-of-time caches."""
-    return f"mla_fp8kv_1_kv_{_FORMATS[kv_dtype]}_kpe_{head_dim_kpe}" + ("_bits" if bits else "")
+    uri = f"mla_fp8kv_1_kv_{_FORMATS[kv_dtype]}_kpe_{head_dim_kpe}"
+    return uri + "_bits" * bits + "_loads" * loads
 
 
-def gen_module(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False) -> JitSpec:
+def gen_module(
+    kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False, loads: bool = False
+) -> JitSpec:
     """Build specification of one module; sources are compiled where the package has them."""
     return gen_jit_spec(
-        module_uri(kv_dtype, head_dim_kpe, bits),
+        module_uri(kv_dtype, head_dim_kpe, bits, loads),
         SOURCES,
         extra_cuda_cflags=[
             "-Xptxas=-warn-spills",
             f"-DMLA_FP8KV_E5M2={int(kv_dtype == torch.float8_e5m2)}",
             f"-DMLA_FP8KV_KPE={head_dim_kpe}",
             f"-DMLA_FP8KV_DEQUANT_BITS={int(bits)}",
-        ],
+        ]
+        + ["-DMLA_FP8KV_LOADS_ONLY=1"] * loads,
         extra_include_paths=[KERNEL_DIR],
         post_load_adapter=_BatchMLAModuleProxy,
         use_fast_math=False,
@@ -52,8 +69,8 @@ def gen_module(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False) -> 
 
 
 @functools.cache
-def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool):
-    spec = gen_module(kv_dtype, head_dim_kpe, bits)
+def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool, loads: bool):
+    spec = gen_module(kv_dtype, head_dim_kpe, bits, loads)
     try:
         return spec.build_and_load()
     except OSError as error:
@@ -65,4 +82,4 @@ def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool):
 
 def get_module(kv_dtype: torch.dtype, head_dim_kpe: int):
     """The loaded module with `plan` and `run`; compiled or taken from a cache on first use."""
-    return _load(kv_dtype, head_dim_kpe, dequant_bits())
+    return _load(kv_dtype, head_dim_kpe, dequant_bits(), loads_only())

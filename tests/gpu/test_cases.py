@@ -75,12 +75,13 @@ def test_p1_time_and_memory_do_not_depend_on_the_pool():
         inputs = with_caches(inputs, pool[..., :CKV], pool[..., CKV:])
         wrapper = new_wrapper()
         plan(wrapper, inputs)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         problems = compare(case, *run_planned(wrapper, inputs), *reference(inputs))
         assert not problems, problems
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         run_planned(wrapper, inputs)
-        assert torch.cuda.max_memory_allocated() - before < 32 << 20
+        # The output and little else; a copy of the larger pool would be 570 MB.
+        assert torch.cuda.max_memory_allocated() - before < 1 << 20
         times.append(captured_time(inputs))
     # Casting the larger pool takes 830 us; both times here are a few, so 3 us is noise.
     assert times[1] < times[0] + 3, times

@@ -16,6 +16,7 @@ MODULES = {
     (E4M3, 0, False): "mla_fp8kv_1_kv_e4m3_kpe_0",
     (E5M2, 64, False): "mla_fp8kv_1_kv_e5m2_kpe_64",
     (E4M3, 64, True): "mla_fp8kv_1_kv_e4m3_kpe_64_bits",
+    (E4M3, 64, False, True): "mla_fp8kv_1_kv_e4m3_kpe_64_loads",
 }
 
 
@@ -37,6 +38,7 @@ def test_specification(jit, key):
     assert f"-DMLA_FP8KV_E5M2={int(key[0] == E5M2)}" in flags
     assert f"-DMLA_FP8KV_KPE={key[1]}" in flags
     assert f"-DMLA_FP8KV_DEQUANT_BITS={int(key[2])}" in flags
+    assert ("-DMLA_FP8KV_LOADS_ONLY=1" in flags) == (key[3:] == (True,))
     assert {"-std=c++17", "-O3", "-DNDEBUG", "-Xptxas=-warn-spills"} <= set(flags)
     assert "-use_fast_math" not in flags
     assert not any(flag.startswith("-gencode") for flag in flags)

@@ -26,6 +26,7 @@ constexpr float kSlack = 8.f;
 // NaN.
 constexpr float kNoReference = -1e30f;
 constexpr float kMasked = -__builtin_huge_valf();
+constexpr float kSmallestFactor = 1.17549435e-38f;  // makes any score a logit of 0
 
 template <class T, Format F, Dequant D>
 class Attend {
@@ -90,12 +91,13 @@ class Attend {
     // floats, and so that a row of zeros (a padding row) has a factor that does not vanish: 0 x
     // -inf is no masked score.
     const int exponent = static_cast<int>((ptx::as_bits(largest) >> 23) & 0xff) - 127;
-    const int up = largest == 0.f ? 0 : 14 - exponent < 126 ? 14 - exponent : 126;
+    const int up = 14 - exponent < 126 ? 14 - exponent : 126;
     const float scale_up = ptx::as_float(static_cast<uint32_t>(up + 127) << 23);
     if (warp_ < T::kRowTiles && t_ == 0) {
       const float scale_down = ptx::as_float(static_cast<uint32_t>(127 - up) << 23);
-      ptx::st_shared(shared_ + T::kFactorOffset + 4 * row,
-                     p_.score_scale * Widen<F, D>::kScale * scale_down);
+      // Never 0 (sm_scale 0, or too small for such a row): 0 x -inf is no masked score.
+      const float factor = p_.score_scale * Widen<F, D>::kScale * scale_down;
+      ptx::st_shared(shared_ + T::kFactorOffset + 4 * row, ptx::max(factor, kSmallestFactor));
       ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * row, kNoReference);
     }
 #pragma unroll
@@ -144,11 +146,14 @@ class Attend {
     const uint32_t tile =
         tile_address(slot) + token_group_ * T::kQkBlocks * T::kBlockRows * T::kKvRowBytes;
     float acc[T::kQkBlocks][T::kQkRowTiles][kChains][4];
+    constexpr int kPairs = T::kQkSteps / 2, kCkvPairs = T::kCkvSteps / 2;
+    constexpr int kPePairs = kPairs - kCkvPairs;
     zero(acc);
     zero(score_);
     NanFinder nan[T::kQkBlocks][2];
 #pragma unroll
-    for (int pair = 0; pair < (MLA_FP8KV_LOADS_ONLY ? 0 : T::kQkSteps / 2); ++pair) {  // 32 dims
+    for (int i = 0; i < (MLA_FP8KV_LOADS_ONLY ? 0 : kPairs); ++i) {
+      const int pair = i < kPePairs ? kCkvPairs + i : i - kPePairs;  // 32 dims; kpe comes first
       uint32_t k[T::kQkBlocks][2][4];
 #pragma unroll
       for (int b = 0; b < T::kQkBlocks; ++b) {
@@ -175,9 +180,12 @@ class Attend {
             ptx::mma_m16n8k16_f16(acc[b][n][(2 * pair + half) % kChains], k[b][half], q[half][n][0],
                                   q[half][n][1]);
           }
+      // kpe has its own scale. Applied here, in FP32, it costs no bits of Q.
+      if (kPePairs > 0 && i == kPePairs - 1) scale_all(acc, p_.pe_ratio);
       if constexpr (T::kGroupScales) {
+        if (i == kPePairs - 1) move_to_scores(acc);
         constexpr int kPairsPerGroup = kScaleGroupDims / 32;
-        if (pair % kPairsPerGroup == kPairsPerGroup - 1 && pair / kPairsPerGroup < kScaleGroups) {
+        if (i >= kPePairs && pair % kPairsPerGroup == kPairsPerGroup - 1) {
           add_scaled_group(slot, pair / kPairsPerGroup, acc);
         }
       }
@@ -402,6 +410,13 @@ class Attend {
     for (int i = 0; i < static_cast<int>(sizeof(Array) / sizeof(float)); ++i) f[i] = 0.f;
   }
 
+  template <class Array>
+  static MLA_DEVICE void scale_all(Array& a, float scale) {
+    float* f = reinterpret_cast<float*>(&a);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Array) / sizeof(float)); ++i) f[i] *= scale;
+  }
+
   // ---- addresses
   // Known to the compiler, so that no piece has two loads to choose from: the second would wait for
   // the first (measured: 8 heads: 1.6 us more for a request of 500 tokens).
@@ -457,10 +472,6 @@ class Attend {
     } else {
       ptx::unpack_f16x2(q_[i].x, x[0], x[1]);
       ptx::unpack_f16x2(q_[i].y, x[2], x[3]);
-    }
-    if (is_pe(i)) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] *= p_.pe_ratio;
     }
   }
 
@@ -524,6 +535,17 @@ class Attend {
   }
 
   template <class Acc>
+  MLA_DEVICE void move_to_scores(Acc& acc) {
+#pragma unroll
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) score_[b][n][c] = acc[b][n][0][c];
+    zero(acc);
+  }
+
+  template <class Acc>
   MLA_DEVICE void add_scaled_group(int slot, int group, Acc& acc) {
 #pragma unroll
     for (int b = 0; b < T::kQkBlocks; ++b) {
@@ -572,10 +594,14 @@ class Attend {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = 16 * k + 8 * half + 2 * t_;
-      const uint32_t scale = ptx::pack_f16x2(unit * group_scale(slot, token, own_group()),
-                                             unit * group_scale(slot, token + 1, own_group()));
+      const float lower = unit * group_scale(slot, token, own_group());
+      const float upper = unit * group_scale(slot, token + 1, own_group());
 #pragma unroll
-      for (int n = 0; n < T::kRowTiles; ++n) pt[n][half] = ptx::mul_f16x2(pt[n][half], scale);
+      for (int n = 0; n < T::kRowTiles; ++n) {
+        float lo, hi;
+        ptx::unpack_f16x2(pt[n][half], lo, hi);
+        pt[n][half] = ptx::pack_f16x2(lo * lower, hi * upper);
+      }
     }
   }
 

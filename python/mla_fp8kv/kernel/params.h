@@ -102,7 +102,7 @@ struct Params {
   Divisor heads, page_size;
   float score_scale;  // logits in base 2 are this x (q . k as the MMA sees it); holds sm_scale,
                       // log2 e, ckv_scale
-  float pe_ratio;     // kpe_scale / ckv_scale, folded into q_pe
+  float pe_ratio;     // kpe_scale / ckv_scale
   float out_scale;    // ckv_scale
   float lse_scale;    // 1: LSE in base 2; ln 2: natural
   int32_t q_is_bf16;  // otherwise FP16; out has the type of q

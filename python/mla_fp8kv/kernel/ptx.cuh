@@ -193,11 +193,6 @@ MLA_DEVICE void unpack_f16x2(uint32_t v, float& lo, float& hi) {
       : "=f"(lo), "=f"(hi)
       : "r"(v));
 }
-MLA_DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 MLA_DEVICE float as_float(uint32_t v) { return __uint_as_float(v); }
 MLA_DEVICE uint32_t as_bits(float v) { return __float_as_uint(v); }
 // Byte i of the result is byte selector-nibble i of {a (0..3), b (4..7)}.

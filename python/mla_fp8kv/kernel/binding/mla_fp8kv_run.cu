@@ -150,6 +150,10 @@ void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> pl
     TVM_FFI_THROW(ValueError) << "the query must have the " << plan_info[kInfoNumHeads]
                               << " heads of the plan, got " << num_heads << ".";
   }
+  if (!(sm_scale >= 0) || std::isinf(sm_scale)) {
+    TVM_FFI_THROW(ValueError) << "sm_scale must be a finite number that is not negative, got "
+                              << sm_scale << ".";
+  }
   const DLDataType q_type = q_nope.dtype();
   const bool bf16 = q_type.code == kDLBfloat;
   if (q_type.bits != 16 || (!bf16 && q_type.code != kDLFloat)) {
