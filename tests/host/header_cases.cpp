@@ -18,11 +18,15 @@ struct Result {
 };
 
 template <class Kernel>
-std::string run(int warps, uint32_t shared_bytes, host::Global& global, Kernel&& kernel,
+std::string run(int warps, uint32_t shared_bytes, host::GlobalMemory& global, Kernel&& kernel,
                 bool reverse = false) {
   host::Report report;
-  host::LaunchShape shape{1, 1, warps * host::kLanes, shared_bytes, reverse};
-  host::launch(shape, global, report, 1, [&] {
+  host::ConflictCounts counts;
+  host::Launch launch;
+  launch.threads = warps * host::kLanes;
+  launch.shared_bytes = shared_bytes;
+  launch.reverse_warps = reverse;
+  host::run(launch, global, report, counts, [&] {
     ptx::wait_for_previous_kernel();
     kernel();
   });
@@ -31,11 +35,15 @@ std::string run(int warps, uint32_t shared_bytes, host::Global& global, Kernel&&
 
 template <class Kernel>
 std::string run(int warps, uint32_t shared_bytes, Kernel&& kernel, bool reverse = false) {
-  host::Global global;
+  host::GlobalMemory global;
   return run(warps, shared_bytes, global, kernel, reverse);
 }
 
 alignas(16) uint8_t source[1024];
+const bool source_filled = [] {
+  for (int i = 0; i < 1024; ++i) source[i] = static_cast<uint8_t>(i * 37 + i / 256);
+  return true;
+}();
 
 // Each stores the same 4 bytes a thread, then reads what thread ^ `partner` stored, after `order`.
 template <class Order>
@@ -57,8 +65,8 @@ std::string exchange_through_shared(int partner, bool reverse, Order&& order) {
 
 template <class Before, class After>
 std::string copy_then_read(int partner, Before&& before, After&& after) {
-  host::Global global;
-  global.add("source", source, sizeof source, host::Region::kRead);
+  host::GlobalMemory global;
+  global.add("source", source, sizeof source, host::GlobalMemory::kRead);
   return run(2, 1024, global, [&] {
     const int thread = ptx::thread_index();
     before();
@@ -234,6 +242,19 @@ std::string run_case(const std::string& name) {
         },
         wait);
   }
+  if (name == "copy of 4 bytes") {
+    host::GlobalMemory words;
+    words.add("words", source, sizeof source, host::GlobalMemory::kRead);
+    return run(1, 128, words, [] {
+      const int thread = ptx::thread_index();
+      ptx::cp_async_4(kSharedBase + 4 * thread, source + 4 * (thread ^ 5));
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      uint32_t v;
+      ptx::ld_shared(v, kSharedBase + 4 * thread);
+      if (std::memcmp(&v, source + 4 * (thread ^ 5), 4) != 0) host::current->fault("wrong value");
+    });
+  }
   if (name == "copy zeros") {
     return run(1, 512, [] {
       const uint32_t at = kSharedBase + 16 * ptx::thread_index();
@@ -247,9 +268,9 @@ std::string run_case(const std::string& name) {
   }
 
   // ---- global memory
-  host::Global global;
-  global.add("read-only", source, 512, host::Region::kRead);
-  global.add("out", source + 512, 256, host::Region::kWriteOnce);
+  host::GlobalMemory global;
+  global.add("read-only", source, 512, host::GlobalMemory::kRead);
+  global.add("out", source + 512, 256, host::GlobalMemory::kWriteOnce);
   const auto* in = reinterpret_cast<const float*>(source);
   auto* out = reinterpret_cast<float*>(source + 512);
   if (name == "global, right") {
@@ -267,10 +288,11 @@ std::string run_case(const std::string& name) {
     return run(1, 64, global, [&] { ptx::ld_const(reinterpret_cast<const ptx::U2*>(in + 1)); });
   }
   if (name == "global, fresh bytes before the wait") {
-    host::Global fresh;
-    fresh.add("partials", source, 512, host::Region::kFresh);
+    host::GlobalMemory fresh;
+    fresh.add("partials", source, 512, host::GlobalMemory::kFresh);
     host::Report report;
-    host::launch({1, 1, 32, 64}, fresh, report, 1, [&] {
+    host::ConflictCounts counts;
+    host::run({}, fresh, report, counts, [&] {
       ptx::ld_fresh(reinterpret_cast<const ptx::U2*>(in));
       ptx::wait_for_previous_kernel();
     });
@@ -278,7 +300,8 @@ std::string run_case(const std::string& name) {
   }
   if (name == "block that never waits for the previous kernel") {
     host::Report report;
-    host::launch({1, 1, 32, 64}, global, report, 1, [] {});
+    host::ConflictCounts counts;
+    host::run({}, global, report, counts, [] {});
     return report.faults();
   }
   return "no such case";
@@ -293,11 +316,14 @@ void faults_of(const char* name, char* text, int bytes) { Result{text, bytes}.se
 // kind: 0 x4, 1 x4.trans, 2 x2.trans. `rows` are offsets into `shared`, one a lane; r is [32][4].
 void ldmatrix(int kind, const uint8_t* shared, int shared_bytes, const uint32_t* rows, uint32_t* r,
               char* text, int bytes) {
-  host::Global global;
-  global.add("image", shared, shared_bytes, host::Region::kRead);
+  host::GlobalMemory global;
+  global.add("image", shared, shared_bytes, host::GlobalMemory::kRead);
   host::Report report;
-  host::LaunchShape shape{1, 1, host::kLanes, static_cast<uint32_t>(shared_bytes), false, true};
-  host::launch(shape, global, report, 1, [&] {
+  host::ConflictCounts counts;
+  host::Launch launch;
+  launch.shared_bytes = shared_bytes;
+  launch.count_conflicts = true;
+  host::run(launch, global, report, counts, [&] {
     ptx::wait_for_previous_kernel();
     const int lane = ptx::thread_index();
     for (int i = 16 * lane; i < shared_bytes; i += 16 * host::kLanes)
@@ -314,7 +340,7 @@ void ldmatrix(int kind, const uint8_t* shared, int shared_bytes, const uint32_t*
     }
     std::memcpy(r + 4 * lane, four, sizeof four);
   });
-  Result{text, bytes}.set(report.faults() + report.conflicts());
+  Result{text, bytes}.set(report.faults() + counts.text());
 }
 
 void mma(float* c, const uint32_t* a, const uint32_t* b) {

@@ -28,8 +28,8 @@ constexpr uint32_t kFullMask = 0xffffffffu;
 MLA_DEVICE int thread_index() { return h::current->thread(); }
 MLA_DEVICE int block_index() { return h::current->block_x(); }
 MLA_DEVICE int block_index_y() { return h::current->block_y(); }
-MLA_DEVICE int grid_size() { return h::current->shape().grid_x; }
-MLA_DEVICE int grid_size_y() { return h::current->shape().grid_y; }
+MLA_DEVICE int grid_size() { return h::current->launch().grid_x; }
+MLA_DEVICE int grid_size_y() { return h::current->launch().grid_y; }
 MLA_DEVICE uint32_t shared_base() { return h::kSharedBase; }
 
 // ---- global memory
@@ -66,14 +66,14 @@ void st_global(T* p, T v) {
 }
 
 // ---- global -> shared, asynchronous
-__attribute__((noinline)) inline void copy_16(const char* op, uint32_t dst, const void* src,
-                                              bool valid) {
-  h::current->count_access(op, __builtin_return_address(0), dst, 16);
-  h::current->issue_copy(op, dst, src, valid);
+__attribute__((noinline)) inline void copy(uint32_t dst, const void* src, uint32_t bytes) {
+  h::current->count_lane("cp.async", __builtin_return_address(0), dst, bytes);
+  h::current->issue_copy("cp.async", dst, src, bytes);
 }
-MLA_DEVICE void cp_async_16(uint32_t dst, const void* src) { copy_16("cp.async", dst, src, true); }
+MLA_DEVICE void cp_async_4(uint32_t dst, const void* src) { copy(dst, src, 4); }
+MLA_DEVICE void cp_async_16(uint32_t dst, const void* src) { copy(dst, src, 16); }
 MLA_DEVICE void cp_async_16_or_zero(uint32_t dst, const void* src, bool valid) {
-  copy_16("cp.async", dst, src, valid);
+  copy(dst, valid ? src : nullptr, 16);
 }
 MLA_DEVICE void cp_async_commit() { h::current->commit_copies(); }
 template <int Pending>
@@ -84,16 +84,16 @@ MLA_DEVICE void cp_async_wait() {
 // ---- shared memory
 template <class T>
 __attribute__((noinline)) void ld_shared(T& v, uint32_t a) {
-  h::current->count_access("ld.shared", __builtin_return_address(0), a, sizeof v);
-  std::memcpy(&v, h::current->read_shared("ld.shared", a, sizeof v, thread_index()), sizeof v);
+  h::current->count_lane("ld.shared", __builtin_return_address(0), a, sizeof v);
+  std::memcpy(&v, h::current->shared.read("ld.shared", a, sizeof v, thread_index()), sizeof v);
 }
 template <class T>
 __attribute__((noinline)) void st_shared(uint32_t a, T v) {
-  h::current->count_access("st.shared", __builtin_return_address(0), a, sizeof v);
-  std::memcpy(h::current->write_shared("st.shared", a, sizeof v, thread_index()), &v, sizeof v);
+  h::current->count_lane("st.shared", __builtin_return_address(0), a, sizeof v);
+  std::memcpy(h::current->shared.write("st.shared", a, sizeof v, thread_index()), &v, sizeof v);
 }
 inline void atomic_max_shared(uint32_t a, uint32_t v) {
-  uint8_t* p = h::current->update_shared("red.shared.max", a, thread_index());
+  uint8_t* p = h::current->shared.update("red.shared.max", a, thread_index());
   uint32_t old;
   std::memcpy(&old, p, sizeof old);
   if (v > old) std::memcpy(p, &v, sizeof v);
@@ -109,13 +109,13 @@ void load_matrices(h::Block& block, MatrixLoad* const* lanes, int first) {
   constexpr const char* op = Transposed ? "ldmatrix.trans" : "ldmatrix";
   for (int j = 0; j < Matrices; ++j) {
     uint16_t matrix[8][8];
-    h::Block::WarpAccess access{op, 16, 0xff, {}};
+    h::WarpAccess access{op, 16, 0xff, {}};
     for (int i = 0; i < 8; ++i) {
       access.addresses[i] = lanes[8 * j + i]->row;
-      std::memcpy(matrix[i], block.read_shared(op, lanes[8 * j + i]->row, 16, first + 8 * j + i),
+      std::memcpy(matrix[i], block.shared.read(op, lanes[8 * j + i]->row, 16, first + 8 * j + i),
                   16);
     }
-    block.count_passes(access);
+    block.count(access);
     for (int lane = 0; lane < h::kLanes; ++lane) {
       const int g = lane / 4, t = lane % 4;
       const uint32_t low = Transposed ? matrix[2 * t][g] : matrix[g][2 * t];

@@ -73,7 +73,7 @@ Params make_params(const Call& call) {
   return p;
 }
 
-void run(const Call& call, host::Report& report) {
+void attend(const Call& call, host::Report& report, host::ConflictCounts& counts) {
   // The tile the plan chose; with group scales, T may have fewer rows and do it in parts.
   constexpr int64_t kPlanRows = MLA_FP8KV_PLAN_ROWS, kPartialElement = T::kGroupScales ? 4 : 2;
   const TileShape tile = make_tile_shape(kPlanRows, MLA_FP8KV_PLAN_TOKENS, T::kCtasPerSm);
@@ -100,45 +100,48 @@ void run(const Call& call, host::Report& report) {
   p.partial_out = partial_bytes;
   p.partial_stat = reinterpret_cast<float*>(partial_bytes + out_bytes);
 
-  host::Global global;
+  host::GlobalMemory global;
   const auto add = [&](const char* name, const Buffer& buffer, int use) {
     if (buffer.data) global.add(name, buffer.data, buffer.bytes, use);
   };
-  add("ckv", call.ckv, host::Region::kFresh);
-  add("kpe", call.kpe, host::Region::kFresh);
-  add("kv_indices", call.kv_indices, host::Region::kFresh);
-  add("group_scales", call.group_scales, host::Region::kFresh);
-  add("q_nope", call.q_nope, host::Region::kFresh);
-  add("q_pe", call.q_pe, host::Region::kFresh);
-  add("out", call.out, host::Region::kWriteOnce);
-  add("lse", call.lse, host::Region::kWriteOnce);
+  add("ckv", call.ckv, host::GlobalMemory::kFresh);
+  add("kpe", call.kpe, host::GlobalMemory::kFresh);
+  add("kv_indices", call.kv_indices, host::GlobalMemory::kFresh);
+  add("group_scales", call.group_scales, host::GlobalMemory::kFresh);
+  add("q_nope", call.q_nope, host::GlobalMemory::kFresh);
+  add("q_pe", call.q_pe, host::GlobalMemory::kFresh);
+  add("out", call.out, host::GlobalMemory::kWriteOnce);
+  add("lse", call.lse, host::GlobalMemory::kWriteOnce);
   // Copied to the device before the kernels, so it may be read at once.
-  global.add("plan", plan.data(), result.staged_bytes, host::Region::kRead);
-  global.add("partials", partial_bytes, out_bytes, host::Region::kWriteOnce | host::Region::kFresh);
+  global.add("plan", plan.data(), result.staged_bytes, host::GlobalMemory::kRead);
+  global.add("partials", partial_bytes, out_bytes,
+             host::GlobalMemory::kWriteOnce | host::GlobalMemory::kFresh);
   global.add("partial stats", p.partial_stat, stat_bytes,
-             host::Region::kWriteOnce | host::Region::kFresh);
+             host::GlobalMemory::kWriteOnce | host::GlobalMemory::kFresh);
 
-  host::LaunchShape shape;
-  shape.reverse_warps = call.reverse_warps != 0;
-  shape.count_conflicts = call.count_conflicts != 0;
-  shape.grid_x = call.grid;
-  shape.grid_y = kPlanRows / T::kRows;
-  shape.threads = T::kThreads;
-  shape.shared_bytes = T::kSharedBytes;
-  host::launch(shape, global, report, call.workers,
-               [&] { attention_kernel<T, kFormat, /*PlaceBits=*/false>(p); });
-  shape.grid_x = call.merge_grid;
-  shape.grid_y = 1;
-  shape.threads = kMergeThreads;
-  shape.shared_bytes = kMergeSharedBytes;
-  host::launch(shape, global, report, call.workers,
-               [&] { merge_kernel<kPlanRows, T::kGroupScales>(p); });
+  host::Launch launch;
+  launch.reverse_warps = call.reverse_warps != 0;
+  launch.count_conflicts = call.count_conflicts != 0;
+  launch.workers = call.workers;
+  launch.grid_x = call.grid;
+  launch.grid_y = kPlanRows / T::kRows;
+  launch.threads = T::kThreads;
+  launch.shared_bytes = T::kSharedBytes;
+  host::run(launch, global, report, counts,
+            [&] { attention_kernel<T, kFormat, /*PlaceBits=*/false>(p); });
+  launch.grid_x = call.merge_grid;
+  launch.grid_y = 1;
+  launch.threads = kMergeThreads;
+  launch.shared_bytes = kMergeSharedBytes;
+  host::run(launch, global, report, counts, [&] { merge_kernel<kPlanRows, T::kGroupScales>(p); });
 }
 
 }  // namespace
 
+// The answer is the faults, a form feed, and the bank conflicts.
 extern "C" void run_attention(const Call* call, char* text, int bytes) {
   host::Report report;
-  run(*call, report);
-  std::snprintf(text, bytes, "%s", (report.faults() + "\f" + report.conflicts()).c_str());
+  host::ConflictCounts counts;
+  attend(*call, report, counts);
+  std::snprintf(text, bytes, "%s", (report.faults() + "\f" + counts.text()).c_str());
 }

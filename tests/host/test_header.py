@@ -277,6 +277,7 @@ def test_divide_maximum_permute(library: ctypes.CDLL) -> None:
         "copy, waited for two groups of three",
         "copy, other lane's bytes, wait, warp barrier",
         "copy, other warp's bytes, wait, barrier",
+        "copy of 4 bytes",
         "copy zeros",
         "global, right",
     ],

@@ -1,0 +1,211 @@
+// Shared memory that knows of each 4-byte word whether it is written or in flight, and who touched
+// it when.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "report.h"
+
+namespace mla_fp8kv::host {
+
+// Not 0, so that an offset that forgot the base is out of bounds, and aligned to 128 as declared
+// but to no more.
+constexpr uint32_t kSharedBase = 1152;
+
+// Vector clocks of the warps. Barriers are the only order between warps here (the kernels use no
+// named barriers, fences or flags), so they decide every race, whatever order the fibers run in.
+class Clocks {
+ public:
+  explicit Clocks(int warps) : clock_(warps, 1), seen_(warps, std::vector<uint32_t>(warps, 0)) {}
+
+  void sync_warp(int warp) { ++clock_[warp]; }
+  void sync_block() {
+    for (std::vector<uint32_t>& seen : seen_) seen = clock_;
+    for (uint32_t& clock : clock_) ++clock;
+  }
+  uint32_t of(int thread) const { return clock_[thread / kLanes]; }
+  // Did `thread` pass a barrier with `other` since that was at `clock`?
+  bool ordered(int other, uint32_t clock, int thread) const {
+    if (other == thread) return true;
+    const int warp = thread / kLanes, other_warp = other / kLanes;
+    return warp == other_warp ? clock < clock_[warp] : clock <= seen_[warp][other_warp];
+  }
+
+ private:
+  std::vector<uint32_t> clock_;
+  std::vector<std::vector<uint32_t>> seen_;  // [warp][other warp]: its clock at the last barrier
+};
+
+// Addresses come back as pointers once bounds, alignment, state and races are checked.
+class SharedMemory {
+ public:
+  SharedMemory(uint32_t bytes, int warps, Report& report)
+      : clocks(warps),
+        report_(report),
+        warps_(warps),
+        data_(bytes, kPoison),
+        words_(bytes / 4),
+        touched_(words_.size() * warps) {}
+
+  Clocks clocks;
+
+  const uint8_t* read(const char* op, uint32_t address, uint32_t bytes, int thread) {
+    const uint8_t* p = pointer(op, address, bytes);
+    for (uint32_t w = first_word(address); w < first_word(address) + bytes / 4; ++w) {
+      check_state(op, w);
+      check_writer(op, w, thread);
+      check_atomics(op, w, thread);
+      note(touched(w, thread).read, thread);
+      words_[w].read_by = op;
+    }
+    return p;
+  }
+
+  uint8_t* write(const char* op, uint32_t address, uint32_t bytes, int thread) {
+    uint8_t* p = pointer(op, address, bytes);
+    for (uint32_t w = first_word(address); w < first_word(address) + bytes / 4; ++w) {
+      begin_write(op, w, thread, kWritten);
+    }
+    return p;
+  }
+
+  // An atomic operation on 4 bytes whose result nobody gets: they do not race with each other.
+  uint8_t* update(const char* op, uint32_t address, int thread) {
+    uint8_t* p = pointer(op, address, 4);
+    const uint32_t w = first_word(address);
+    check_state(op, w);
+    check_writer(op, w, thread);
+    check_readers(op, w, thread);
+    note(touched(w, thread).atomic, thread);
+    words_[w].updated_by = op;
+    return p;
+  }
+
+  // The bytes are poison from begin_copy() to end_copy(), by the same thread. The write happens for
+  // other threads when this one has waited for it.
+  void begin_copy(const char* op, uint32_t address, uint32_t bytes, int thread) {
+    uint8_t* p = pointer(op, address, bytes);
+    for (uint32_t w = first_word(address); w < first_word(address) + bytes / 4; ++w) {
+      begin_write(op, w, thread, kInFlight);
+    }
+    std::memset(p, kPoison, bytes);
+  }
+  // Zeros for a null source.
+  void end_copy(const char* op, uint32_t address, uint32_t bytes, const void* src, int thread) {
+    uint8_t* p = pointer(op, address, bytes);
+    if (src != nullptr) {
+      std::memcpy(p, src, bytes);
+    } else {
+      std::memset(p, 0, bytes);
+    }
+    for (uint32_t w = first_word(address); w < first_word(address) + bytes / 4; ++w) {
+      stamp(op, w, thread, kWritten);
+    }
+  }
+
+ private:
+  enum State : uint8_t { kUnwritten, kInFlight, kWritten };
+  static constexpr int16_t kSeveral = -1;
+
+  struct Word {
+    State state = kUnwritten;
+    int16_t writer = 0;
+    uint32_t clock = 0;  // of the writer's warp when it wrote; 0: never
+    const char* written_by = "";
+    const char* read_by = "";
+    const char* updated_by = nullptr;
+  };
+  struct Touch {
+    uint32_t clock = 0;  // of the warp, when it last touched the word; 0: never
+    int16_t lane = 0;    // that did it, kSeveral if more than one in that same clock
+  };
+  struct Touched {  // by one warp
+    Touch read, atomic;
+  };
+
+  static uint32_t first_word(uint32_t address) { return (address - kSharedBase) / 4; }
+  Touched& touched(uint32_t word, int thread) { return touched_[word * warps_ + thread / kLanes]; }
+
+  uint8_t* pointer(const char* op, uint32_t address, uint32_t bytes) {
+    if (address < kSharedBase || address - kSharedBase + bytes > data_.size()) {
+      const int64_t offset = static_cast<int64_t>(address) - kSharedBase;
+      abort_block(std::string(op) + " is out of shared memory: offset " + std::to_string(offset) +
+                  " of " + std::to_string(data_.size()) + " bytes");
+    }
+    if (address % bytes != 0) abort_block(std::string(op) + " is misaligned in shared memory");
+    return data_.data() + (address - kSharedBase);
+  }
+
+  // ---- notes
+  void note(Touch& touch, int thread) const {
+    const uint32_t clock = clocks.of(thread);
+    const auto lane = static_cast<int16_t>(thread % kLanes);
+    touch = {clock, touch.clock == clock && touch.lane != lane ? kSeveral : lane};
+  }
+  void stamp(const char* op, uint32_t word, int thread, State state) {
+    Word& w = words_[word];
+    w.state = state;
+    w.writer = static_cast<int16_t>(thread);
+    w.clock = clocks.of(thread);
+    w.written_by = op;
+  }
+  void begin_write(const char* op, uint32_t word, int thread, State state) {
+    check_writer(op, word, thread);
+    check_readers(op, word, thread);
+    check_atomics(op, word, thread);
+    if (words_[word].state == kInFlight) {
+      report_.fault(std::string(op) + " writes where a cp.async is still in flight");
+    }
+    stamp(op, word, thread, state);
+  }
+
+  // ---- checks
+  void check_state(const char* op, uint32_t word) {
+    const State state = words_[word].state;
+    if (state == kWritten) return;
+    report_.fault(
+        std::string(op) + " reads shared memory " +
+        (state == kUnwritten ? "that nobody wrote" : "whose cp.async was not waited for"));
+  }
+  void check_writer(const char* op, uint32_t word, int thread) {
+    const Word& w = words_[word];
+    if (w.clock == 0 || clocks.ordered(w.writer, w.clock, thread)) return;
+    race(op, w.written_by, w.writer / kLanes == thread / kLanes);
+  }
+  void check_readers(const char* op, uint32_t word, int thread) {
+    for (int warp = 0; warp < warps_; ++warp) {
+      const Touch& touch = touched(word, warp * kLanes).read;
+      if (!ordered(touch, warp, thread)) race(op, words_[word].read_by, warp == thread / kLanes);
+    }
+  }
+  void check_atomics(const char* op, uint32_t word, int thread) {
+    if (words_[word].updated_by == nullptr) return;
+    for (int warp = 0; warp < warps_; ++warp) {
+      const Touch& touch = touched(word, warp * kLanes).atomic;
+      if (!ordered(touch, warp, thread)) race(op, words_[word].updated_by, warp == thread / kLanes);
+    }
+  }
+  bool ordered(const Touch& touch, int warp, int thread) const {
+    if (touch.clock == 0) return true;
+    // Of several lanes at least one is not `thread`.
+    const bool own = touch.lane == kSeveral && warp == thread / kLanes;
+    const int lane = !own ? std::max<int>(touch.lane, 0) : (thread + 1) % kLanes;
+    return clocks.ordered(warp * kLanes + lane, touch.clock, thread);
+  }
+  void race(const char* op, const char* other, bool one_warp) {
+    report_.fault(std::string("race: ") + op + " and " + other + " of " +
+                  (one_warp ? "two lanes of a warp" : "two warps") +
+                  " touch the same shared bytes with no barrier between");
+  }
+
+  Report& report_;
+  const int warps_;
+  std::vector<uint8_t> data_;
+  std::vector<Word> words_;
+  std::vector<Touched> touched_;  // [word][warp]
+};
+
+}  // namespace mla_fp8kv::host
