@@ -18,10 +18,12 @@ _HERE = Path(__file__).parent
 
 
 def build(
-    pin: Pin, python: Path, site: Path, archs: list[Arch], toolkit: Toolkit, *, baselines: bool
+    pin: Pin, python: Path, site: Path, archs: list[Arch], toolkit: Toolkit, *, shipped_only: bool
 ) -> dict[str, Path]:
-    """Module name -> shared library, for our modules and, with `baselines`, upstream's MLA ones.
+    """Module name -> shared library.
 
+    Either the modules that a wheel ships or, beside them, those that tests and benchmarks want:
+    other forms of ours, and upstream's MLA modules to compare with.
     python: the interpreter of the dev environment. site: the unpacked wheel.
     """
     work = BUILD / f"aot-{pin.version}"
@@ -29,7 +31,7 @@ def build(
     modules = [
         module
         for module in _specs(python, site, archs, toolkit, work)
-        if baselines or module["owner"] == "ours"
+        if module["kind"] == "shipped" or not shipped_only
     ]
     libraries = {
         module["name"]: cache() / "aot" / f"{module['name']}-{_key(pin, site, module, toolkit)}.so"
@@ -76,7 +78,7 @@ def _key(pin: Pin, site: Path, module: dict, toolkit: Toolkit) -> str:
     # checkout are left out, so that another checkout finds the same library.
     flags = [flag.replace(str(site), "").replace(str(BUILD), "") for flag in module["flags"]]
     parts = [pin.sha256, series.key(pin), toolkit.version, *flags]
-    if module["owner"] == "ours":
+    if module["kind"] != "upstream":
         kernel = site / "mla_fp8kv" / "kernel"
         parts.append(files.sha256_tree(files.source_files(kernel), kernel))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

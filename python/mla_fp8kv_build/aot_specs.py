@@ -1,4 +1,4 @@
-"""Prints, as JSON, how FlashInfer would compile the MLA modules of a bundle.
+"""Writes, as JSON, how FlashInfer would compile the MLA modules of a bundle.
 
 Runs in the dev environment with the built wheel importable, FLASHINFER_CUDA_ARCH_LIST naming the
 targets and FLASHINFER_WORKSPACE_BASE a folder for generated sources. The modules' names, sources
@@ -14,14 +14,18 @@ import sys
 import torch
 
 
-def _ours() -> list:
+def _shipped() -> list:
+    from mla_fp8kv.jit import gen_module
+
+    formats = (torch.float8_e4m3fn, torch.float8_e5m2)
+    return [gen_module(kv_dtype, kpe) for kv_dtype in formats for kpe in (64, 0)]
+
+
+def _for_tests() -> list:
+    """Ours, chosen by an environment variable only: SM80's conversion, and loads without math."""
     from mla_fp8kv.jit import gen_module
 
     return [
-        gen_module(torch.float8_e4m3fn, 64),
-        gen_module(torch.float8_e4m3fn, 0),
-        gen_module(torch.float8_e5m2, 64),
-        gen_module(torch.float8_e5m2, 0),
         gen_module(torch.float8_e4m3fn, 64, bits=True),
         gen_module(torch.float8_e4m3fn, 64, loads=True),
     ]
@@ -42,13 +46,13 @@ def _upstreams() -> list:
     ]
 
 
-def _describe(spec, owner: str) -> dict:
+def _describe(spec, kind: str) -> dict:
     commands = spec.get_compile_commands()
     # "nvcc -c SOURCE FLAGS... -o OBJECT"; every source of a module has the same flags.
     flags = shlex.split(commands[0]["command"])[3:-2]
     return {
         "name": spec.name,
-        "owner": owner,
+        "kind": kind,
         "sources": [command["file"] for command in commands],
         "flags": flags,
     }
@@ -56,8 +60,8 @@ def _describe(spec, owner: str) -> dict:
 
 def main() -> None:
     """Write the list of modules to the file that the first argument names."""
-    modules = [_describe(spec, "upstream") for spec in _upstreams()]
-    modules += [_describe(spec, "ours") for spec in _ours()]
+    kinds = {"upstream": _upstreams(), "shipped": _shipped(), "tests": _for_tests()}
+    modules = [_describe(spec, kind) for kind, specs in kinds.items() for spec in specs]
     with open(sys.argv[1], "w") as stream:
         json.dump(modules, stream, indent=1)
 

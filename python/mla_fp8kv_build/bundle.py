@@ -52,7 +52,7 @@ def bundle(
     python: the interpreter of the dev environment. site: the unpacked wheel.
     """
     with steps.step("modules") as notes:
-        libraries = aot.build(pin, python, site, archs, toolkit, baselines=True)
+        libraries = aot.build(pin, python, site, archs, toolkit, shipped_only=False)
         notes.append(f"{len(libraries)} with nvcc {toolkit.version}")
     with steps.step("wheels"):
         wheels = _wheels(python, python_version)

@@ -81,7 +81,7 @@ def add_modules(pin: Pin, plain: Path, archs: list[Arch], toolkit: Toolkit, step
         unpacked_wheel = site.unpacked(pin, plain)
         with files.lock(BUILD / "bundle.lock"):
             python = env.ensure("dev")
-            built = aot.build(pin, python, unpacked_wheel, archs, toolkit, baselines=False)
+            built = aot.build(pin, python, unpacked_wheel, archs, toolkit, shipped_only=True)
         libraries = {aot.place(name): path.read_bytes() for name, path in built.items()}
         notes.append(", ".join(f"sm_{arch.name}" for arch in archs))
     ours = {
