@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from mla_fp8kv_build import files, patch
@@ -21,11 +22,25 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _replay(pin: Pin) -> Iterator[tuple[patch.Patch, patch.Contents, patch.Contents]]:
+    """Each patch with the files it or an earlier one changes, before and after it.
+
+    What the caller changes in the files after a patch is what the next patch starts from.
+    """
+    after: patch.Contents = {}
+    for one in patch.read_series(pin.patches):
+        before = dict(after)
+        patch.apply(one, after, _reader(pin.pristine))
+        for path in after.keys() - before.keys():
+            before[path] = _reader(pin.pristine)(path)
+        yield one, before, after
+
+
 def result(pin: Pin) -> patch.Contents:
     """Every file that the series changes, as it is after the last patch."""
     contents: patch.Contents = {}
-    for one in patch.read_series(pin.patches):
-        patch.apply(one, contents, _reader(pin.pristine))
+    for _, _, contents in _replay(pin):
+        pass
     return contents
 
 
@@ -108,11 +123,7 @@ def refresh(pin: Pin, into: str | None = None) -> list[str]:
             raise BuildError(f"{path} is changed by {clash} after {into}; refresh {clash} instead.")
     written = {}
     contents: patch.Contents = {}
-    for one in series:
-        before = dict(contents)
-        patch.apply(one, contents, _reader(pin.pristine))
-        for path in contents.keys() - before.keys():
-            before[path] = _reader(pin.pristine)(path)
+    for one, before, contents in _replay(pin):
         if one.name == into:
             for path, text in edits.items():
                 before.setdefault(path, _reader(pin.pristine)(path))
@@ -169,11 +180,7 @@ def lint(pin: Pin) -> list[str]:
     for one in series:
         problems += _lint_fields(pin, one)
     contents: patch.Contents = {}
-    for one in series:
-        before = dict(contents)
-        patch.apply(one, contents, _reader(pin.pristine))
-        for path in contents.keys() - before.keys():
-            before[path] = _reader(pin.pristine)(path)
+    for one, before, contents in _replay(pin):
         if patch.export(one, before, contents) != (pin.patches / one.name).read_text():
             problems.append(
                 f"Patch {one.name} is not as it would be exported; "
