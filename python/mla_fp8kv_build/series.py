@@ -38,10 +38,8 @@ def _replay(pin: Pin) -> Iterator[tuple[patch.Patch, patch.Contents, patch.Conte
 
 def result(pin: Pin) -> patch.Contents:
     """Every file that the series changes, as it is after the last patch."""
-    contents: patch.Contents = {}
-    for _, _, contents in _replay(pin):
-        pass
-    return contents
+    states = [after for _, _, after in _replay(pin)]
+    return states[-1] if states else {}
 
 
 def expected(pin: Pin) -> dict[str, str]:
