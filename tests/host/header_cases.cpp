@@ -364,9 +364,6 @@ void pack_bf16(const float* values, uint32_t* pairs, int64_t count) {
 void unpack_f16(const uint32_t* pairs, float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) ptx::unpack_f16x2(pairs[i], values[2 * i], values[2 * i + 1]);
 }
-void multiply_f16(const uint32_t* a, const uint32_t* b, uint32_t* product, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) product[i] = ptx::mul_f16x2(a[i], b[i]);
-}
 void convert_e4m3(const uint32_t* words, uint32_t* pairs, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     ptx::cvt_e4m3x4_f16x2(pairs[2 * i], pairs[2 * i + 1], words[i]);

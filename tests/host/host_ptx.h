@@ -185,12 +185,6 @@ MLA_DEVICE void unpack_f16x2(uint32_t v, float& lo, float& hi) {
   lo = h::float_from_f16(static_cast<uint16_t>(v));
   hi = h::float_from_f16(static_cast<uint16_t>(v >> 16));
 }
-inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-  float a0, a1, b0, b1;
-  unpack_f16x2(a, a0, a1);
-  unpack_f16x2(b, b0, b1);
-  return pack_f16x2(a0 * b0, a1 * b1);  // the products are exact in float
-}
 MLA_DEVICE float as_float(uint32_t v) { return h::float_of(v); }
 MLA_DEVICE uint32_t as_bits(float v) { return h::bits_of(v); }
 inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {

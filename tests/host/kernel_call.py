@@ -310,9 +310,9 @@ class Expected:
 def expect(case: Case, i: Inputs) -> Expected:
     """Attention in float64 on the exactly widened cache, and how far the kernel may stray from it.
 
-    The bound follows the kernel's roundings: one 16-bit rounding of the output; P and the partial
-    outputs in FP16 (2^-11 each, relative to P |V|), with group scales P, the scale and their
-    product instead; logits in FP32 and, with a scale ratio that is no power of two, q_pe in FP16.
+    The bound follows the kernel's roundings: one 16-bit rounding of the output; two of FP16,
+    relative to P |V| (P, and the partial output or, with group scales, P times the scale); logits
+    in FP32.
     """
     values = fp8_values(case.e5m2)
     tokens, heads = i.q_nope.shape[:2]
@@ -320,9 +320,7 @@ def expect(case: Case, i: Inputs) -> Expected:
     lse = np.full((tokens, heads), np.nan)
     out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
     q_nope, q_pe = from_16_bits(i.q_nope, case.bf16), from_16_bits(i.q_pe, case.bf16)
-    roundings = 3 if case.group_scales else 2
     half_ulp = 2.0**-8 if case.bf16 else 2.0**-11
-    ratio_is_exact = np.log2(case.kpe_scale / case.ckv_scale) % 1 == 0
     for b, (qo_len, kv_len) in enumerate(case.requests):
         at = token_places(i.kv_indices[i.kv_indptr[b] :], kv_len, case.page_size)
         ckv = values[i.ckv[at]] * case.ckv_scale
@@ -336,9 +334,7 @@ def expect(case: Case, i: Inputs) -> Expected:
                 out[token], lse[token] = 0, -np.inf
                 continue
             v = ckv[:seen]
-            nope = q_nope[token] @ v.T * case.sm_scale
-            pe = q_pe[token] @ kpe[:seen].T * case.sm_scale
-            logits = nope + pe
+            logits = case.sm_scale * (q_nope[token] @ v.T + q_pe[token] @ kpe[:seen].T)
             top = logits.max(axis=1, keepdims=True)
             p = np.exp(logits - top)
             total = p.sum(axis=1, keepdims=True)
@@ -347,16 +343,12 @@ def expect(case: Case, i: Inputs) -> Expected:
             lse[token] = (top + np.log(total))[:, 0] / (1 if case.lse_base_e else np.log(2))
 
             terms = np.abs(q_nope[token]) @ np.abs(v).T + np.abs(q_pe[token]) @ np.abs(kpe[:seen]).T
-            logit_error = 2.0**-20 * np.abs(logits).max(
-                axis=1
-            ) + 2.0**-21 * case.sm_scale * terms.max(axis=1)
-            if not ratio_is_exact:
-                pe_terms = np.abs(q_pe[token]) @ np.abs(kpe[:seen]).T
-                logit_error += 2.0**-11 * case.sm_scale * pe_terms.max(axis=1)
+            rounded = 2 * np.abs(logits) + case.sm_scale * terms  # on the way to the logits
+            logit_error = 2.0**-21 * rounded.max(axis=1)
             magnitude = p @ np.abs(v)
             out_bound[token] = (
                 half_ulp * np.abs(out[token])
-                + (roundings * 2.0**-11 + 2 * logit_error[:, None]) * magnitude
+                + (2.0**-10 + 2 * logit_error[:, None]) * magnitude
                 + seen * 2.0**-25 * np.abs(v).max()
             )
             lse_bound[token] = 2 * (logit_error + 2.0**-20)

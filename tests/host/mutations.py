@@ -220,8 +220,8 @@ MUTATIONS = [
     Mutation(
         "kpe_scale ignored",
         "attend.cuh",
-        "x[j] *= p_.pe_ratio;",
-        "x[j] *= 1.f;",
+        "scale_all(acc, p_.pe_ratio);",
+        ";",
         ["test_scales[unequal, e4m3, Rows8]"],
     ),
     Mutation(
@@ -243,6 +243,13 @@ MUTATIONS = [
         "attend.cuh",
         "add_scaled_group(slot, pair / kPairsPerGroup, acc);",
         "add_scaled_group(slot, 0, acc);",
+        SCALED,
+    ),
+    Mutation(
+        "kpe scaled as the first group",
+        "attend.cuh",
+        "if (i == kPePairs - 1) move_to_scores(acc);",
+        "",
         SCALED,
     ),
     Mutation(

@@ -167,16 +167,6 @@ def test_f16_unpacks_exactly(library: ctypes.CDLL) -> None:
     np.testing.assert_array_equal(values, all_f16().astype(np.float32))
 
 
-def test_f16_product(library: ctypes.CDLL) -> None:
-    rng = np.random.default_rng(3)
-    a, b = (rng.permutation(1 << 16).astype(np.uint16) for _ in range(2))
-    product = np.zeros(1 << 16, np.uint16)
-    library.multiply_f16(pointer(a), pointer(b), pointer(product), 1 << 15)
-    with np.errstate(all="ignore"):
-        want = (a.view(np.float16).astype(np.float32) * b.view(np.float16)).astype(np.float16)
-    np.testing.assert_array_equal(product.view(np.float16), want)
-
-
 def test_bf16_rounds_to_nearest_even(library: ctypes.CDLL) -> None:
     top = np.arange(1 << 16, dtype=np.uint32)
     top = top[((top >> 7) & 0xFF) != 0xFF]
