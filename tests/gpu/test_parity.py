@@ -49,10 +49,10 @@ CASES |= {
     "e5m2": Case((1, 2), (100, 900), kv="e5m2"),
     "natural lse": Case((1, 2), (100, 900), lse="basee"),
     "no lse": Case((1, 2), (100, 900), lse=None),
-    "no logits": Case((1, 2), (100, 900), sm_scale=0.0),
     "sharp softmax": Case((1, 2), (100, 900), sm_scale=1.0),
 }
 BEYOND_THE_CAST_PATH = {
+    "no logits": Case((1, 2), (100, 900), sm_scale=0.0),  # FA2 gives NaN
     "fp16 query": Case((1, 3, 1), (700, 90, 0), q="fp16"),
     "fp16 query, e5m2": Case((1, 3, 1), (700, 90, 0), q="fp16", kv="e5m2"),
     "fp16 query, 128 heads": Case((1, 3), (700, 90), 128, q="fp16", causal=True),
