@@ -34,6 +34,9 @@ def main(arguments: list[str]) -> int:
         return options.run(options, rest) or 0
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         if not disk_full(error):
             raise

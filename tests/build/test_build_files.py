@@ -102,6 +102,15 @@ def test_a_disk_that_fills_up_during_the_build(monkeypatch, capsys, number):
     assert sentence.count("\n") == 1
 
 
+def test_an_interruption_is_one_word(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wheel, "build", interrupted)
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
     def denied(*_):
         raise PermissionError(errno.EACCES, "denied")
