@@ -55,9 +55,7 @@ std::string exchange_through_shared(int partner, bool reverse, Order&& order) {
         ptx::st_shared(kSharedBase + 4 * thread, static_cast<uint32_t>(thread));
         order();
         uint32_t value;
-        int32_t read;
-        ptx::ld_shared(read, kSharedBase + 4 * (thread ^ partner));
-        value = static_cast<uint32_t>(read);
+        ptx::ld_shared(value, kSharedBase + 4 * (thread ^ partner));
         if (value != static_cast<uint32_t>(thread ^ partner)) host::current->fault("wrong value");
       },
       reverse);

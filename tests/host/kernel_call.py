@@ -320,6 +320,7 @@ def expect(case: Case, i: Inputs) -> Expected:
     lse = np.full((tokens, heads), np.nan)
     out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
     q_nope, q_pe = from_16_bits(i.q_nope, case.bf16), from_16_bits(i.q_pe, case.bf16)
+    # Relative to the value.
     half_ulp = 2.0**-8 if case.bf16 else 2.0**-11
     for b, (qo_len, kv_len) in enumerate(case.requests):
         at = token_places(i.kv_indices[i.kv_indptr[b] :], kv_len, case.page_size)
@@ -350,6 +351,7 @@ def expect(case: Case, i: Inputs) -> Expected:
                 half_ulp * np.abs(out[token])
                 + (2.0**-10 + 2 * logit_error[:, None]) * magnitude
                 + seen * 2.0**-25 * np.abs(v).max()
+                + 2.0**-24  # subnormal partials and outputs
             )
             lse_bound[token] = 2 * (logit_error + 2.0**-20)
     return Expected(out, lse, out_bound, lse_bound)
