@@ -38,10 +38,11 @@ MERGE_ITEM = np.dtype(
     + [("reserved", np.int32, 3)]
 )
 HEADER = np.dtype(
-    [(name, np.int32) for name in "num_merge_items merge_offset max_count".split()]
+    [(name, np.int32) for name in "num_merge_items merge_offset num_many".split()]
     + [("reserved", np.int32, 13)]
 )
 CTA_WORK_OFFSET = 64
+FEW_PARTIALS = 16  # params.h: up to this many, a merge item comes after those with more
 
 STATUS = (
     "ok bad_launch num_heads qo_indptr kv_indptr kv_len packed_rows too_many_items float_capacity "
@@ -302,7 +303,10 @@ def check_plan(problem: Problem, tile: TileShape, plan: Plan) -> None:
     assert slots == list(range(len(slots))), "slots are counted along the line"
     assert len(slots) == plan.result.num_slots <= 2 * plan.grid, "slot capacity"
     counts = [int(m["count"]) for m in plan.merges]
-    assert plan.header["max_count"] == plan.result.max_count == max(counts, default=0), "max_count"
+    assert plan.result.max_count == max(counts, default=0), "max_count"
+    many = [count > FEW_PARTIALS for count in counts]
+    assert plan.header["num_many"] == sum(many), "num_many"
+    assert many == sorted(many, reverse=True), "items with many partials come first"
     assert plan.result.num_merge_items == len(counts), "num_merge_items"
 
     check_balance(kv_tiles, tile, plan, line)

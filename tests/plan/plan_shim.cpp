@@ -60,7 +60,7 @@ int32_t shim_layout(int32_t* out) {
       sizeof(PlanHeader),
       offsetof(PlanHeader, num_merge_items),
       offsetof(PlanHeader, merge_offset),
-      offsetof(PlanHeader, max_count),
+      offsetof(PlanHeader, num_many),
       static_cast<size_t>(kCtaWorkOffset),
       static_cast<size_t>(kNotCausal),
       static_cast<size_t>(kMaxKvLen),

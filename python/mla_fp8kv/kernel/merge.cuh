@@ -15,10 +15,7 @@ namespace mla_fp8kv {
 constexpr int kMergeThreads = 128;
 // Enough blocks for all rows of a full grid at once, few where rows are few: empty blocks cost too.
 constexpr int merge_ctas_per_sm(int rows) { return rows <= 8 ? 2 : rows <= 16 ? 4 : 8; }
-constexpr int kMergeDims = 8;     // per lane
-constexpr int kFewPartials = 16;  // up to this many, a lane reads all partials of its dims itself
-
-// Running merge of one lane's dims.
+constexpr int kMergeDims = 8;  // per lane
 struct Merged {
   float reference = -__builtin_huge_valf();
   float sum = 0.f;
@@ -142,25 +139,41 @@ MLA_DEVICE void write_merged(const Params& p, const MergeItem& item, int row, in
 
 // Few partials: a lane merges all partials of its dims, 64 lanes a row, nothing is exchanged.
 template <int Rows, bool Fp32>
-MLA_DEVICE void merge_few(const Params& p, const PlanHeader& header) {
-  constexpr int kRowsAtOnce = kMergeThreads / (kCkvDim / kMergeDims);
-  const int dim = ptx::thread_index() % (kCkvDim / kMergeDims) * kMergeDims;
-  const int first = ptx::block_index() * kRowsAtOnce + ptx::thread_index() / (kCkvDim / kMergeDims);
-  const int all_rows = header.num_merge_items * Rows;
-  const MergeItem* items = reinterpret_cast<const MergeItem*>(p.plan + header.merge_offset);
-  MergeItem item = {};
-  if (first < all_rows) item = load_merge_item(items + first / Rows);
-  ptx::wait_for_previous_kernel();
-  for (int at = first; at < all_rows; at += ptx::grid_size() * kRowsAtOnce) {
-    if (at != first) item = load_merge_item(items + at / Rows);
-    const int row = at % Rows;
-    if (row >= item.rows) continue;
-    Merged merged;
-    merge_partials<Rows, Fp32, 1, Fp32 ? 4 : 8>(p, int64_t{item.slot_begin} * Rows + row, dim, 0,
-                                                item.count, merged);
-    write_merged(p, item, row, dim, merged);
+class MergeFew {
+ public:
+  // Asks for the first item. Only the plan is read: the partials may still be in the making.
+  MLA_DEVICE MergeFew(const Params& p, const PlanHeader& header)
+      : p_(p),
+        items_(reinterpret_cast<const MergeItem*>(p.plan + header.merge_offset) + header.num_many),
+        rows_(int64_t{header.num_merge_items - header.num_many} * Rows) {
+    // From the last block on: the first ones may have many partials to merge.
+    const int block = ptx::grid_size() - 1 - ptx::block_index();
+    first_ = int64_t{block} * kRowsAtOnce + ptx::thread_index() / kLanes;
+    if (first_ < rows_) item_ = load_merge_item(items_ + first_ / Rows);
   }
-}
+
+  MLA_DEVICE void run() {
+    const int dim = ptx::thread_index() % kLanes * kMergeDims;
+    for (int64_t at = first_; at < rows_; at += ptx::grid_size() * kRowsAtOnce) {
+      if (at != first_) item_ = load_merge_item(items_ + at / Rows);
+      const int row = static_cast<int>(at % Rows);
+      if (row >= item_.rows) continue;
+      Merged merged;
+      merge_partials<Rows, Fp32, 1, Fp32 ? 4 : 8>(p_, int64_t{item_.slot_begin} * Rows + row, dim,
+                                                  0, item_.count, merged);
+      write_merged(p_, item_, row, dim, merged);
+    }
+  }
+
+ private:
+  static constexpr int kLanes = kCkvDim / kMergeDims;
+  static constexpr int kRowsAtOnce = kMergeThreads / kLanes;
+
+  const Params& p_;
+  const MergeItem* items_;
+  int64_t rows_, first_;
+  MergeItem item_ = {};
+};
 
 // Many partials of few rows: a block does 32 dims of one row, 4 lanes for each of 32 shares of the
 // partials.
@@ -170,8 +183,7 @@ MLA_DEVICE void merge_many(const Params& p, const PlanHeader& header, uint32_t s
   constexpr int kSlices = kCkvDim / (kLanes * kMergeDims);
   const int lane = ptx::thread_index() % kLanes, share = ptx::thread_index() / kLanes;
   const MergeItem* items = reinterpret_cast<const MergeItem*>(p.plan + header.merge_offset);
-  const int64_t units = int64_t{header.num_merge_items} * Rows * kSlices;
-  ptx::wait_for_previous_kernel();
+  const int64_t units = int64_t{header.num_many} * Rows * kSlices;
   for (int64_t unit = ptx::block_index(); unit < units; unit += ptx::grid_size()) {
     const MergeItem item = load_merge_item(items + unit / (kSlices * Rows));
     const int row = static_cast<int>(unit / kSlices % Rows);
@@ -226,12 +238,11 @@ merge_kernel(const Params p) {
   PlanHeader header;
   header.num_merge_items = ptx::ld_const(&plan->num_merge_items);
   header.merge_offset = ptx::ld_const(&plan->merge_offset);
-  header.max_count = ptx::ld_const(&plan->max_count);
-  if (header.max_count <= kFewPartials) {
-    merge_few<Rows, Fp32>(p, header);
-  } else {
-    merge_many<Rows, Fp32>(p, header, ptx::shared_base());
-  }
+  header.num_many = ptx::ld_const(&plan->num_many);
+  MergeFew<Rows, Fp32> few(p, header);
+  ptx::wait_for_previous_kernel();
+  merge_many<Rows, Fp32>(p, header, ptx::shared_base());
+  few.run();
 }
 constexpr int kMergeSharedBytes = kMergeThreads / 32 * 4 * (kMergeDims + 2) * 4;
 

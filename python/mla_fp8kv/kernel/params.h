@@ -52,10 +52,13 @@ struct alignas(16) MergeItem {
 };
 static_assert(sizeof(MergeItem) == 32, "MergeItem is read as two 16-byte loads");
 
+// Up to this many partials of a row, one lane of the merge reads them all.
+constexpr int32_t kFewPartials = 16;
+
 struct alignas(16) PlanHeader {
   int32_t num_merge_items;
   int32_t merge_offset;  // bytes from the start of the workspace
-  int32_t max_count;     // largest MergeItem::count
+  int32_t num_many;      // the first num_many merge items have more than kFewPartials partials
   int32_t reserved[13];
 };
 static_assert(sizeof(PlanHeader) == 64, "CtaWork records start right after the header");

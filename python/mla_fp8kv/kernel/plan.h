@@ -411,7 +411,10 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
   auto* const header = reinterpret_cast<PlanHeader*>(base);
   header->num_merge_items = writer.num_merges;
   header->merge_offset = static_cast<int32_t>(merge_offset);
-  header->max_count = writer.max_count;
+  MergeItem* const merges_end = writer.merges + writer.num_merges;
+  MergeItem* const few = std::partition(
+      writer.merges, merges_end, [](const MergeItem& item) { return item.count > kFewPartials; });
+  header->num_many = static_cast<int32_t>(few - writer.merges);
 
   result.request = -1;
   result.staged_bytes = staged_bytes;
