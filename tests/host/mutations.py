@@ -405,8 +405,8 @@ MUTATIONS = [
     Mutation(
         "merge does not wait for the kernel before it",
         "merge.cuh",
-        "ptx::wait_for_previous_kernel(); for (int at",
-        "for (int at",
+        "ptx::wait_for_previous_kernel();",
+        "",
         E4M3,
     ),
     Mutation(
@@ -427,9 +427,16 @@ MUTATIONS = [
     Mutation(
         "merge begins one slot late",
         "merge.cuh",
-        "int64_t{item.slot_begin} * Rows + row, dim, 0,",
-        "int64_t{item.slot_begin + 1} * Rows + row, dim, 0,",
+        "int64_t{item_.slot_begin} * Rows + row, dim, 0,",
+        "int64_t{item_.slot_begin + 1} * Rows + row, dim, 0,",
         SPLIT,
+    ),
+    Mutation(
+        "merge: rows of few partials counted from the first item",
+        "merge.cuh",
+        "header.merge_offset) + header.num_many)",
+        "header.merge_offset))",
+        ["test_split_kv[Rows8, 40 partials]"],
     ),
     Mutation(
         "merge: partials not weighted by their sums",

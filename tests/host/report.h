@@ -29,6 +29,6 @@ class Report {
 };
 
 // Ends the running block, after a fault with which it cannot go on.
-[[noreturn]] void abort_block(const std::string& message);
+[[noreturn]] inline void abort_block(const std::string& message);
 
 }  // namespace mla_fp8kv::host

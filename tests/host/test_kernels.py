@@ -103,9 +103,11 @@ def test_heads(case: Case) -> None:
         for tile in TILES
         for grid in (1, 2, 7, 12)
     },
-    # More than 32 partials of a row take the merge's narrow slices.
+    # Rows of many partials are merged in another way than those of few, beside them.
     **{
-        f"{tile}, 40 partials": Case([(1, 64 * 40)], 3, tile, grid=40, group_scales=scaled)
+        f"{tile}, 40 partials{' with scales' * scaled}": Case(
+            [(1, 150), (1, 64 * 40), (1, 0), (1, 70)], 3, tile, grid=48, group_scales=scaled
+        )
         for tile, scaled in ((FIRST, False), (LAST, False), (FIRST, True))
     },
 )
