@@ -78,7 +78,18 @@ def test_environment_selects_the_conversion(jit, monkeypatch):
         else:
             monkeypatch.setenv("MLA_FP8KV_DEQUANT", value)
         jit.get_module(E4M3, 64)
-    assert loaded == [(E4M3, 64, False), (E4M3, 64, False), (E4M3, 64, True)]
+    monkeypatch.setenv("MLA_FP8KV_LOADS_ONLY", "1")
+    jit.get_module(E4M3, 64)
+    assert loaded == [
+        (E4M3, 64, False, False),
+        (E4M3, 64, False, False),
+        (E4M3, 64, True, False),
+        (E4M3, 64, True, True),
+    ]
+    monkeypatch.setenv("MLA_FP8KV_LOADS_ONLY", "yes")
+    with pytest.raises(ValueError) as refusal:
+        jit.get_module(E4M3, 64)
+    assert str(refusal.value) == "MLA_FP8KV_LOADS_ONLY must be unset or '1', got 'yes'."
     monkeypatch.setenv("MLA_FP8KV_DEQUANT", "cvt")
     with pytest.raises(ValueError) as refusal:
         jit.get_module(E4M3, 64)

@@ -62,7 +62,7 @@ class Loader {
   MLA_DEVICE void refill(int slot) {
     const Place tile = next_;
     uint32_t page = 0;
-    if (lane_ < kWarpRows) ptx::ld_shared(page, index_cell());
+    if (tile.left() > 0 && lane_ < kWarpRows) ptx::ld_shared(page, index_cell());
     locate(tile, page);
     fetch_index();
     ptx::sync_warp();
