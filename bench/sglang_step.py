@@ -25,7 +25,10 @@ from mla_bench import machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "sglang"))
 import real_sglang  # noqa: E402
-import steps  # noqa: E402
+
+NO_SGLANG = real_sglang.why_not()  # puts the packed slice on the path
+if NO_SGLANG is None:
+    import steps
 
 RESULTS = ROOT / "bench" / "results" / "sglang"
 REPLAYS = 20
@@ -101,8 +104,8 @@ def main(argv: list[str]) -> int:
     if not torch.cuda.is_available():
         print("sglang_step: needs a CUDA GPU.", file=sys.stderr)
         return 2
-    if reason := real_sglang.why_not():
-        print(f"sglang_step: {reason}.", file=sys.stderr)
+    if NO_SGLANG is not None:
+        print(f"sglang_step: {NO_SGLANG}.", file=sys.stderr)
         return 2
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
