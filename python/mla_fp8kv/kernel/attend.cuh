@@ -88,8 +88,7 @@ class Attend {
       ptx::ld_shared(largest, cell);
     }
     // 2^up brings the largest element into [2^14, 2^15). Clamped so that both powers are normal
-    // floats, and so that a row of zeros (a padding row) has a factor that does not vanish: 0 x
-    // -inf is no masked score.
+    // floats.
     const int exponent = static_cast<int>((ptx::as_bits(largest) >> 23) & 0xff) - 127;
     const int up = 14 - exponent < 126 ? 14 - exponent : 126;
     const float scale_up = ptx::as_float(static_cast<uint32_t>(up + 127) << 23);
