@@ -118,13 +118,13 @@ std::string run_case(const std::string& name) {
   }
   if (name == "collective missed by a lane") {
     return run(1, 64, [] {
-      if (ptx::thread_index() != 5) ptx::shuffle(1u, 0);
+      if (ptx::thread_index() != 5) ptx::shuffle_xor(1u, 1);
     });
   }
   if (name == "different collectives") {
     return run(1, 64, [] {
       if (ptx::thread_index() < 16) {
-        ptx::shuffle(1u, 0);
+        ptx::shuffle_xor(1u, 1);
       } else {
         ptx::any(true);
       }
@@ -156,7 +156,7 @@ std::string run_case(const std::string& name) {
     return run(2, 64, [] {
       const auto thread = static_cast<uint32_t>(ptx::thread_index());
       for (int i = 0; i < 32; ++i) {
-        if (ptx::shuffle(thread, i) != (thread & ~31u) + i) host::current->fault("wrong shuffle");
+        if (ptx::shuffle_xor(thread, i) != (thread ^ i)) host::current->fault("wrong shuffle_xor");
         if (ptx::shuffle_xor(static_cast<float>(thread), i) != static_cast<float>(thread ^ i)) {
           host::current->fault("wrong shuffle_xor");
         }

@@ -218,8 +218,6 @@ T exchange(const char* op, T v, int source) {
   });
   return mine.result;
 }
-MLA_DEVICE uint32_t shuffle(uint32_t v, int lane) { return exchange("shuffle", v, lane); }
-MLA_DEVICE float shuffle(float v, int lane) { return exchange("shuffle", v, lane); }
 MLA_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) {
   return exchange("shuffle_xor", v, thread_index() ^ mask);
 }

@@ -311,9 +311,9 @@ LANES_RACE = RACE.replace("two warps", "two lanes of a warp")
         ),
         (
             "collective missed by a lane",
-            "wait for others that never come: 31 lanes of warp 0 at shuffle",
+            "wait for others that never come: 31 lanes of warp 0 at shuffle_xor",
         ),
-        ("different collectives", "any meets shuffle of other lanes of the warp"),
+        ("different collectives", "any meets shuffle_xor of other lanes of the warp"),
         ("different barriers", "sync_block_or meets sync_block of other threads"),
         ("global, read out of bounds", "ld_const is outside of every global buffer"),
         ("global, written twice", "st_global writes out a second time"),

@@ -52,7 +52,6 @@ MLA_DEVICE const uint8_t* advance(const uint8_t* base, uint32_t chunks) {
 
 // Read-only for the whole launch.
 MLA_DEVICE int32_t ld_const(const int32_t* p) { return __ldg(p); }
-MLA_DEVICE float ld_const(const float* p) { return __ldg(p); }
 MLA_DEVICE U2 ld_const(const U2* p) {
   const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
   return {v.x, v.y};
@@ -215,8 +214,6 @@ MLA_DEVICE float log2(float x) {
 MLA_DEVICE float divide(float a, float b) { return __fdividef(a, b); }
 
 // ---- warp
-MLA_DEVICE uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(kFullMask, v, lane); }
-MLA_DEVICE float shuffle(float v, int lane) { return __shfl_sync(kFullMask, v, lane); }
 MLA_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) {
   return __shfl_xor_sync(kFullMask, v, mask);
 }
