@@ -76,7 +76,7 @@ Params make_params(const Call& call) {
 void attend(const Call& call, host::Report& report, host::ConflictCounts& counts) {
   // The tile the plan chose; with group scales, T may have fewer rows and do it in parts.
   constexpr int64_t kPlanRows = MLA_FP8KV_PLAN_ROWS, kPartialElement = T::kGroupScales ? 4 : 2;
-  const TileShape tile = make_tile_shape(kPlanRows, MLA_FP8KV_PLAN_TOKENS, T::kCtasPerSm);
+  const TileShape tile = make_tile_shape(kPlanRows, MLA_FP8KV_PLAN_TOKENS, T::kCtasPerSm, T::kWgmma);
   const PlanInput input{call.qo_indptr, call.kv_indptr, call.kv_len,
                         call.batch,     call.heads,     call.causal != 0};
   const int64_t slots = max_slots(call.grid);
@@ -127,8 +127,13 @@ void attend(const Call& call, host::Report& report, host::ConflictCounts& counts
   launch.grid_y = kPlanRows / T::kRows;
   launch.threads = T::kThreads;
   launch.shared_bytes = T::kSharedBytes;
-  host::run(launch, global, report, counts,
-            [&] { attention_kernel<T, kFormat, /*PlaceBits=*/false>(p); });
+  host::run(launch, global, report, counts, [&] {
+    if constexpr (T::kWgmma) {
+      attention_wgmma_kernel<T, kFormat, /*PlaceBits=*/false>(p);
+    } else {
+      attention_kernel<T, kFormat, /*PlaceBits=*/false>(p);
+    }
+  });
   launch.grid_x = call.merge_grid;
   launch.grid_y = 1;
   launch.threads = kMergeThreads;

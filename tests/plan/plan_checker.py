@@ -171,9 +171,9 @@ class Planner:
         self.lib = ctypes.CDLL(str(library))
         self.lib.shim_max_slots.restype = ctypes.c_int64
 
-    def tile(self, rows, tokens=64, ctas_per_sm=2) -> TileShape:
+    def tile(self, rows, tokens=64, ctas_per_sm=2, wgmma=False) -> TileShape:
         shape = TileShape()
-        self.lib.shim_make_tile_shape(rows, tokens, ctas_per_sm, ctypes.byref(shape))
+        self.lib.shim_make_tile_shape(rows, tokens, ctas_per_sm, wgmma, ctypes.byref(shape))
         return shape
 
     def input(self, problem, arrays=None):

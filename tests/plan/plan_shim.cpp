@@ -24,8 +24,9 @@ void shim_plan_error(int32_t status, const PlanResult* result, char* text, size_
   std::strncpy(text, plan_error(static_cast<PlanStatus>(status), *result).c_str(), size - 1);
 }
 
-void shim_make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, TileShape* tile) {
-  *tile = make_tile_shape(rows, tokens, ctas_per_sm);
+void shim_make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, int32_t wgmma,
+                          TileShape* tile) {
+  *tile = make_tile_shape(rows, tokens, ctas_per_sm, wgmma != 0);
 }
 
 int64_t shim_max_slots(int32_t grid) { return max_slots(grid); }

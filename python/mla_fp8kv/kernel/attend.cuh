@@ -33,7 +33,7 @@ class Attend {
  public:
   MLA_DEVICE Attend(const Params& p, uint32_t shared) : p_(p), shared_(shared) {
     lane_ = ptx::thread_index() & 31;
-    warp_ = ptx::thread_index() >> 5;
+    warp_ = ptx::warp_index();
     g_ = lane_ >> 2;
     t_ = lane_ & 3;
     token_group_ = warp_ % T::kTokenGroups;
@@ -111,18 +111,17 @@ class Attend {
       } else {
         fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
       }
-      ptx::st_shared(q_address(q_step(i), warp_ % T::kRowTiles), fragment);
+      store_q(q_step(i), warp_ % T::kRowTiles, fragment);
     }
+    if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n) {
+    for (int n = 0; n < T::kQkRowTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        ptx::ld_shared(factor_[n][c], shared_ + T::kFactorOffset + 4 * qk_row(n, c));
         reference_[n][c] = kNoReference;
         sum_[n][c] = 0.f;
       }
-    }
 #pragma unroll
     for (int d = 0; d < T::kDimBlocks; ++d)
 #pragma unroll
@@ -203,8 +202,67 @@ class Attend {
     }
   }
 
+  // The same with wgmma. The tensor core works during `meanwhile()`.
+  template <class Meanwhile>
+  MLA_DEVICE void scores_wgmma(int slot, Meanwhile meanwhile) {
+    zero(score_);
+    constexpr int kGroups = T::kQkSteps / 4;  // of 64 dims
+    if constexpr (MLA_FP8KV_LOADS_ONLY) return meanwhile();
+    constexpr int kPeGroups = T::kKpeDim / 64;
+    const auto dims = [](int i) { return i < kPeGroups ? kGroups - kPeGroups + i : i - kPeGroups; };
+    const uint32_t tile = tile_address(slot) + token_group_ * T::kBlockRows * T::kKvRowBytes;
+    const uint32_t q_16 = ptx::not_hoisted(
+        (shared_ + T::kQOffset + row_group_ * T::kQkRowTiles * kCoreBytes) >> 4);
+    NanFinder nan[2];
+    uint32_t word[2][4];  // each: rows g and g+8 of one k-step, rows g and g+8 of the next
+    uint32_t k[2][4][4];  // four k-steps in use by the tensor core, four in the making
+    const auto fetch = [&](int i) {
+      ptx::ldmatrix_x4(word[0], tile + even_ + dims(i) * 64);
+      ptx::ldmatrix_x4(word[1], tile + odd_ + dims(i) * 64);
+    };
+    const auto widen = [&](uint32_t(&to)[4][4]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (Widen<F, D>::kHidesNan) nan[j & 1].look(word[i][j]);
+          uint32_t(&step)[4] = to[2 * i + (j >> 1)];
+          Widen<F, D>::k_word(word[i][j], step[j & 1], step[(j & 1) + 2]);
+        }
+    };
+    fetch(0);
+    widen(k[0]);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      if (i + 1 < kGroups) fetch(i + 1);
+      ptx::wgmma_begin();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        ptx::wgmma<false>(score_[0], k[i & 1][step],
+                          ptx::wgmma_matrix(q_16 + 2 * (4 * dims(i) + step) * kCoreRow / 16,
+                                            kCoreRow, kCoreBytes));
+      }
+      ptx::wgmma_commit();
+      if (i == 0) meanwhile();
+      if (i + 1 == kPeGroups) {  // kpe has its own scale
+        widen(k[(i + 1) & 1]);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_result(score_[0]);
+        scale_all(score_, p_.pe_ratio);
+      } else {
+        ptx::wgmma_wait<1>();
+        if (i + 1 < kGroups) widen(k[(i + 1) & 1]);
+      }
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_result(score_[0]);
+    if constexpr (Widen<F, D>::kHidesNan) poison(nan, score_[0]);
+  }
+
   // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
   MLA_DEVICE void mask(const WorkItem& item, int position) {
+    const int first_end = item.causal_end + static_cast<int>(divide(item.row_begin, p_.heads));
+    if (position + T::kTokens <= (first_end < item.kv_end ? first_end : item.kv_end)) return;
 #pragma unroll
     for (int n = 0; n < T::kQkRowTiles; ++n) {
 #pragma unroll
@@ -226,28 +284,38 @@ class Attend {
   // reference.
   MLA_DEVICE bool softmax(int buffer) {
     bool exceeds = false;
-    zero(p_sum_);
 #pragma unroll
-    for (int b = 0; b < T::kQkBlocks; ++b)
+    for (int n = 0; n < T::kQkRowTiles; ++n) exceeds |= softmax(buffer, n);
+    return exceeds;
+  }
+
+  // The same for one row tile.
+  MLA_DEVICE bool softmax(int buffer, int n) {
+    bool exceeds = false;
+    float factor[2];
+    load_factor(n, factor);
+    p_sum_[n][0] = p_sum_[n][1] = 0.f;
 #pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n) {
-        float p[4];
+    for (int b = 0; b < T::kQkBlocks; ++b) {
+      float p[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const float x = ptx::fma(score_[b][n][c], factor_[n][c & 1], -reference_[n][c & 1]);
-          exceeds |= x > kSlack;
-          p[c] = ptx::exp2(x);
-          p_sum_[n][c & 1] += p[c];
-        }
-        store_p(buffer, b, n, p);
+      for (int c = 0; c < 4; ++c) {
+        const float x = ptx::fma(score_[b][n][c], factor[c & 1], -reference_[n][c & 1]);
+        exceeds |= x > kSlack;
+        p[c] = ptx::exp2(x);
+        p_sum_[n][c & 1] += p[c];
       }
+      store_p(buffer, b, n, p);
+    }
     return exceeds;
   }
 
   // Moves the references up to the rows' maxima, for all warps alike, and rewrites P.
   MLA_DEVICE void raise_reference(int buffer) {
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n)
+    for (int n = 0; n < T::kQkRowTiles; ++n) {
+      float factor[2];
+      load_factor(n, factor);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float x = kMasked;
@@ -259,9 +327,10 @@ class Attend {
         x = ptx::max(x, ptx::shuffle_xor(x, 8));
         x = ptx::max(x, ptx::shuffle_xor(x, 16));
         if (g_ == 0) {
-          ptx::st_shared(tile_max_address(token_group_, qk_row(n, c)), x * factor_[n][c]);
+          ptx::st_shared(tile_max_address(token_group_, qk_row(n, c)), x * factor[c]);
         }
       }
+    }
     ptx::sync_block();
 #pragma unroll
     for (int n = 0; n < T::kRowTiles; ++n) {
@@ -296,6 +365,7 @@ class Attend {
       }
     }
     softmax(buffer);
+    if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
     // Everyone has read the old references: write the new ones for the next time.
     if (token_group_ == 0 && g_ == 0) {
@@ -346,6 +416,53 @@ class Attend {
         }
       }
     }
+  }
+
+  // The same with wgmma. The tensor core works during each `meanwhile(i)`, i = 0..3.
+  template <class Meanwhile>
+  MLA_DEVICE void output_wgmma(int slot, int buffer, Meanwhile meanwhile) {
+    const uint32_t tile = tile_address(slot) + warp_ * T::kWarpDims;
+    if constexpr (MLA_FP8KV_LOADS_ONLY) {
+      for (int i = 0; i < 4; ++i) meanwhile(i);
+      return;
+    }
+    const uint32_t p_16 = (shared_ + T::kPOffset + buffer * T::kPBytes) >> 4;
+    uint32_t word[2][4];  // each: tokens 0..7 and 8..15 of 16 dims, then of the next 16
+    uint32_t v[2][4][4];  // a k-step's four blocks of dims in use by the tensor core, four in the making
+    const auto fetch = [&](int k) {
+      const uint32_t at = tile + k * T::kBlockRows * T::kKvRowBytes;
+      ptx::ldmatrix_x4_trans(word[0], at + even_);
+      ptx::ldmatrix_x4_trans(word[1], at + odd_);
+    };
+    const auto widen = [&](uint32_t(&to)[4][4]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          // Row g of the MMA is dim 2g of the block, row g+8 is dim 2g+1.
+          uint32_t(&block)[4] = to[2 * i + (j >> 1)];
+          Widen<F, D>::v_word(word[i][j], block[2 * (j & 1)], block[2 * (j & 1) + 1]);
+        }
+    };
+    fetch(0);
+    widen(v[0]);
+#pragma unroll
+    for (int k = 0; k < T::kTokenBlocks; ++k) {
+      if (k + 1 < T::kTokenBlocks) fetch(k + 1);
+      ptx::wgmma_begin();
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        ptx::wgmma<true>(out_[d], v[k & 1][d],
+                         ptx::wgmma_matrix(p_16 + 2 * k * kCoreRow / 16, kCoreRow, kCoreBytes));
+      }
+      ptx::wgmma_commit();
+      meanwhile(k);
+      ptx::wgmma_wait<1>();
+      if (k + 1 < T::kTokenBlocks) widen(v[(k + 1) & 1]);
+    }
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int d = 0; d < T::kDimBlocks; ++d) ptx::wgmma_result(out_[d]);
   }
 
   // ---- the end of a work item
@@ -474,6 +591,19 @@ class Attend {
     }
   }
 
+  // Q and P for wgmma: cores of 8 k x 8 rows, those of all row tiles together.
+  static constexpr int kCoreBytes = 128, kCoreRow = T::kRowTiles * kCoreBytes;
+  MLA_DEVICE void store_q(int step, int row_tile, ptx::U2 fragment) const {
+    if constexpr (T::kWgmma) {
+      const uint32_t a =
+          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane_;
+      ptx::st_shared(a, fragment.x);
+      ptx::st_shared(a + kCoreRow, fragment.y);
+    } else {
+      ptx::st_shared(q_address(step, row_tile), fragment);
+    }
+  }
+
   // b fragments of two k-steps and all row tiles of this warp.
   MLA_DEVICE void load_q_fragments(int pair, uint32_t (&q)[2][T::kQkRowTiles][2]) const {
     ptx::U4 v;
@@ -513,7 +643,22 @@ class Attend {
   }
 
   // ---- P
+  // Score units of two rows to base-2 logits.
+  MLA_DEVICE void load_factor(int n, float (&factor)[2]) const {
+    ptx::U2 v;
+    ptx::ld_shared(v, shared_ + T::kFactorOffset + 4 * qk_row(n, 0));
+    factor[0] = ptx::as_float(v.x);
+    factor[1] = ptx::as_float(v.y);
+  }
+
   MLA_DEVICE void store_p(int buffer, int b, int n, const float (&p)[4]) const {
+    if constexpr (T::kWgmma) {
+      const uint32_t a = shared_ + T::kPOffset + buffer * T::kPBytes + 2 * token_group_ * kCoreRow +
+                         (row_group_ * T::kQkRowTiles + n) * kCoreBytes + 4 * lane_;
+      ptx::st_shared(a, ptx::pack_f16x2(p[0], p[1]));
+      ptx::st_shared(a + kCoreRow, ptx::pack_f16x2(p[2], p[3]));
+      return;
+    }
     const uint32_t a = shared_ + T::kPOffset + buffer * T::kPBytes + qk_token(b) * T::kPRowBytes +
                        p_chunk(g_, row_group_ * T::kQkRowTiles + n) + 4 * t_;
     ptx::st_shared(a, ptx::pack_f16x2(p[0], p[1]));
@@ -645,7 +790,6 @@ class Attend {
   uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
 
   ptx::U2 q_[T::kQPieces];
-  float factor_[T::kQkRowTiles][2];  // score units of a row to base-2 logits
   float reference_[T::kQkRowTiles]
                   [2];            // the rows' references, the same in all warps of a row group
   float sum_[T::kQkRowTiles][2];  // of this thread's own P

@@ -1,5 +1,5 @@
 /*
- * The attention kernel: the order of things and nothing else.
+ * The attention kernels: the order of things and nothing else.
  *
  * One persistent CTA walks the work items the plan gave it. Loads run ahead of the arithmetic
  * across items.
@@ -14,8 +14,8 @@
 namespace mla_fp8kv {
 
 MLA_DEVICE WorkItem load_item(const WorkItem* item) {
-  const ptx::U4 a = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item));
-  const ptx::U4 b = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item) + 1);
+  const ptx::U4 a = ptx::ld_plan(reinterpret_cast<const ptx::U4*>(item));
+  const ptx::U4 b = ptx::ld_plan(reinterpret_cast<const ptx::U4*>(item) + 1);
   return {static_cast<int32_t>(a.x), static_cast<int32_t>(a.y), static_cast<int32_t>(a.z),
           static_cast<int32_t>(a.w), static_cast<int32_t>(b.x), static_cast<int32_t>(b.y),
           static_cast<int32_t>(b.z), static_cast<int32_t>(b.w)};
@@ -32,26 +32,43 @@ MLA_DEVICE void take_part(WorkItem& item) {
   if (item.partial >= 0) item.partial = item.partial * ptx::grid_size_y() + part;
 }
 
-// PlaceBits: widen by bit placement even where the hardware converts (SM80 and SM86 always do).
+// What the plan gave this CTA: its first item, and further ones [more, more_end) of the plan.
+struct Work {
+  WorkItem item;
+  int more, more_end;
+};
+
+MLA_DEVICE Work begin(const Params& p) {
+  const CtaWork* work =
+      reinterpret_cast<const CtaWork*>(p.plan + kCtaWorkOffset) + ptx::block_index();
+  const WorkItem item = load_item(&work->first);
+  const ptx::U2 further = ptx::ld_plan(reinterpret_cast<const ptx::U2*>(&work->more_begin));
+  const int more = static_cast<int>(further.x);
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
+  return {item, more, more + static_cast<int>(further.y)};
+}
+
+MLA_DEVICE WorkItem further_item(const Params& p, int index) {
+  return load_item(reinterpret_cast<const WorkItem*>(p.plan) + index);
+}
+
+// Each architecture compiles one conversion. PlaceBits: widen by bit placement even where the
+// hardware converts (SM80 and SM86 always do).
+template <bool PlaceBits>
+constexpr Dequant dequant() {
+  return PlaceBits || !MLA_FP8KV_HAS_CVT_E4M3 ? Dequant::kPlaceBits : Dequant::kConvert;
+}
+
 template <class T, Format F, bool PlaceBits>
 MLA_KERNEL(T::kThreads, T::kCtasPerSm)
 attention_kernel(const Params p) {
-  constexpr Dequant D =
-      PlaceBits || !MLA_FP8KV_HAS_CVT_E4M3 ? Dequant::kPlaceBits : Dequant::kConvert;
-  const CtaWork* work =
-      reinterpret_cast<const CtaWork*>(p.plan + kCtaWorkOffset) + ptx::block_index();
-  WorkItem item = load_item(&work->first);
-  const ptx::U2 further = ptx::ld_const(reinterpret_cast<const ptx::U2*>(&work->more_begin));
-  int more = static_cast<int>(further.x);
-  const int more_end = more + static_cast<int>(further.y);
-
-  ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
+  auto [item, more, more_end] = begin(p);
   if (item.rows == 0) return;
   if constexpr (T::kGroupScales) take_part<T>(item);
 
   const uint32_t shared = ptx::shared_base();
-  Attend<T, F, D> attend(p, shared);
+  Attend<T, F, dequant<PlaceBits>()> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
   attend.load_q(item);
   loader.fill();
@@ -73,10 +90,7 @@ attention_kernel(const Params p) {
       ptx::sync_warp();
     }
     attend.scores(slot);
-    const int first_end = item.causal_end + static_cast<int>(divide(item.row_begin, p.heads));
-    if (position + T::kTokens > (first_end < item.kv_end ? first_end : item.kv_end)) {
-      attend.mask(item, position);
-    }
+    attend.mask(item, position);
     const bool exceeds = attend.softmax(buffer);
     if constexpr (!T::kOwnLoads) {  // the next tile, before the barrier that lets other warps read
                                     // it
@@ -100,12 +114,81 @@ attention_kernel(const Params p) {
 
     attend.finish(item);
     if (more == more_end) break;
-    item = load_item(reinterpret_cast<const WorkItem*>(p.plan) + more++);
+    item = further_item(p, more++);
     if constexpr (T::kGroupScales) take_part<T>(item);
     position = item.kv_begin;
     attend.load_q(item);
     attend.stage_q();
   }
+}
+
+// The same with wgmma (SM90). The tensor core works on its own, so the scores of the next tile come
+// before the output of this one, and the softmax of the next tile while the output of this one is in
+// the making.
+template <class T, Format F, bool PlaceBits>
+MLA_KERNEL(T::kThreads, T::kCtasPerSm)
+attention_wgmma_kernel(const Params p) {
+#if MLA_FP8KV_HAS_WGMMA
+  static_assert(T::kSlots == 3 && T::kTileSlots == 1,
+                "one tile for the output, one for the scores, one in flight");
+  auto [item, more, more_end] = begin(p);
+  if (item.rows == 0) return;
+
+  const uint32_t shared = ptx::shared_base();
+  Attend<T, F, dequant<PlaceBits>()> attend(p, shared);
+  Loader<T> loader(p, item, more, more_end, shared);
+  attend.load_q(item);
+  loader.fill();
+  ptx::cp_async_wait<T::kSlots - 1>();
+  attend.stage_q();
+
+  bool first_tile = true;
+  int slot = 0, buffer = 0;
+  while (true) {
+    int position = item.kv_begin;
+    attend.scores_wgmma(slot, [] {});
+    attend.mask(item, position);
+    bool exceeds = attend.softmax(buffer);
+    while (true) {
+      ptx::publish_to_wgmma();
+      if (first_tile) {
+        ptx::cp_async_wait<1>();
+      } else {
+        ptx::cp_async_wait<0>();
+      }
+      // For all warps: P is complete, the next tile has landed, the tile before is done with.
+      if (ptx::sync_block_or(exceeds)) attend.raise_reference(buffer);
+      attend.add_sums();
+      position += T::kTokens;
+      if (position >= item.kv_end) break;
+      const int next = slot + 1 < T::kSlots ? slot + 1 : 0;
+      attend.scores_wgmma(next, [&] {
+        if (!first_tile) loader.refill(slot);
+      });
+      first_tile = false;
+      attend.mask(item, position);
+      exceeds = false;
+      attend.output_wgmma(slot, buffer, [&](int i) {
+        if (i < T::kQkRowTiles) exceeds |= attend.softmax(buffer ^ 1, i);
+      });
+      slot = next;
+      buffer ^= 1;
+    }
+    if (!first_tile) loader.refill(slot);
+    first_tile = false;
+    attend.output_wgmma(slot, buffer, [](int) {});
+    slot = slot + 1 < T::kSlots ? slot + 1 : 0;
+    buffer ^= 1;
+
+    attend.finish(item);
+    if (more == more_end) break;
+    item = further_item(p, more++);
+    attend.load_q(item);
+    attend.stage_q();
+  }
+#else
+  ptx::trap();  // the plan gives no other GPU these tiles
+#endif
 }
 
 }  // namespace mla_fp8kv

@@ -23,8 +23,12 @@ namespace mla_fp8kv::ptx {
 
 constexpr uint32_t kFullMask = 0xffffffffu;
 
+MLA_DEVICE void trap() { __trap(); }
+
 // ---- where am I
 MLA_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+// In a way that shows the compiler that it is the same in all lanes.
+MLA_DEVICE int warp_index() { return __shfl_sync(kFullMask, threadIdx.x >> 5, 0); }
 MLA_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 MLA_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }
 MLA_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
@@ -59,6 +63,25 @@ MLA_DEVICE U2 ld_const(const U2* p) {
 MLA_DEVICE U4 ld_const(const U4* p) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
   return {v.x, v.y, v.z, v.w};
+}
+// The plan. Not const loads: the compiler would put them where their values are used, after
+// wait_for_previous_kernel(), and make what waits for them wait longer.
+MLA_DEVICE int32_t ld_plan(const int32_t* p) {
+  int32_t v;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+MLA_DEVICE U2 ld_plan(const U2* p) {
+  U2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+MLA_DEVICE U4 ld_plan(const U4* p) {
+  U4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
 }
 // Written by another kernel that may still run when this one starts: not through L1.
 MLA_DEVICE U4 ld_fresh(const U4* p) {
@@ -163,6 +186,96 @@ MLA_DEVICE void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- tensor core, four warps at once (SM90): d[64 x 8 RowTiles] += a[64 x 16] b[16 x 8 RowTiles],
+// FP16 operands, FP32 accumulator. Warp w of the four has rows 16w..16w+15 of a and d, as in
+// mma_m16n8k16_f16. b lies in shared memory. Asynchronous: d and a belong to the tensor core from
+// wgmma() until wgmma_wait() says that the group is done.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define MLA_FP8KV_HAS_WGMMA 1
+#else
+#define MLA_FP8KV_HAS_WGMMA 0
+#endif
+// b as 8 x 8 cores of 128 contiguous bytes: 8 rows of 8 k (RowsMajor: 8 k of 8 rows) of 16 bytes. The
+// next 8 rows are row_stride bytes on, the next 8 k k_stride. The address is in units of 16 bytes.
+MLA_DEVICE uint64_t wgmma_matrix(uint32_t address_16, uint32_t k_stride, uint32_t row_stride) {
+  return uint64_t{row_stride >> 4} << 32 | (((k_stride >> 4) << 16) + address_16);
+}
+template <bool RowsMajor, int RowTiles>
+MLA_DEVICE void wgmma(float (&d)[RowTiles][4], const uint32_t (&a)[4], uint64_t b) {
+#if MLA_FP8KV_HAS_WGMMA
+  static_assert(RowTiles == 1 || RowTiles == 2 || RowTiles == 4 || RowTiles == 8);
+  if constexpr (RowTiles == 1) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, "
+        "{%4,%5,%6,%7}, %8, p, 1, 1, %9;}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(RowsMajor));
+  } else if constexpr (RowTiles == 2) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
+        "{%8,%9,%10,%11}, %12, p, 1, 1, %13;}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(RowsMajor));
+  } else if constexpr (RowTiles == 4) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+        "{%16,%17,%18,%19}, %20, p, 1, 1, %21;}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(RowsMajor));
+  } else {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+        "{%32,%33,%34,%35}, %36, p, 1, 1, %37;}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(RowsMajor));
+  }
+#else
+  trap();
+#endif
+}
+// v, in a way that keeps the compiler from computing what depends on it ahead of a loop: for 36
+// matrices at constant distances there are not enough registers.
+MLA_DEVICE uint32_t not_hoisted(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+// Before a group: orders it after earlier writes to its registers.
+MLA_DEVICE void wgmma_begin() {
+#if MLA_FP8KV_HAS_WGMMA
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+MLA_DEVICE void wgmma_commit() {
+#if MLA_FP8KV_HAS_WGMMA
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+// Returns when at most `Pending` of the committed groups are unfinished.
+template <int Pending>
+MLA_DEVICE void wgmma_wait() {
+#if MLA_FP8KV_HAS_WGMMA
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#endif
+}
+// After the last wait: keeps the compiler from reading the accumulator before it.
+template <int RowTiles>
+MLA_DEVICE void wgmma_result(float (&d)[RowTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < RowTiles; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) asm volatile("" : "+f"(d[n][c])::"memory");
+}
+// Makes this thread's writes to shared memory visible to wgmma. A barrier must follow.
+MLA_DEVICE void publish_to_wgmma() {
+#if MLA_FP8KV_HAS_WGMMA
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 // ---- conversions and arithmetic

@@ -32,6 +32,7 @@ struct Tile {
       CtasPerSm;  // aimed at; a GPU with less shared memory holds fewer
   static constexpr int kKpeDim = KpeDim;
   static constexpr bool kGroupScales = GroupScales;
+  static constexpr bool kWgmma = false;
 
   static constexpr int kRowTiles = Rows / 8;        // n-tiles of the MMA
   static constexpr int kTokenBlocks = Tokens / 16;  // m-tiles of QK, k-steps of PV
@@ -110,8 +111,18 @@ struct Tile {
                 "a warp's dims must lie in one scale group");
 };
 
+// A tile whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q and
+// P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
+template <int Rows, int KpeDim>
+struct WgmmaTile : Tile<Rows, 8, 64, 3, 1, 1, KpeDim> {
+  static constexpr bool kWgmma = true;
+  static_assert(WgmmaTile::kTokenGroups == 4, "four warps have 16 tokens each");
+  static_assert(WgmmaTile::kDimBlocks == 4, "a k-step's dims are one group of products");
+};
+
 // The shipped tiles, fewest rows first. 64 rows need the 227 KB of SM90 and SM100; the others fit
-// every GPU, 99 KB parts included. With group scales, sums of one group and of all groups do not
+// every GPU, 99 KB parts included. SM90 takes the wgmma tiles instead of those of as many rows
+// (measured there: up to 16 rows they are no faster). With group scales, sums of one group and of all groups do not
 // both fit the registers beside 32 or 64 rows of output: there, CTAs of 16 rows share the items
 // (see attention_kernel).
 template <int KpeDim>
@@ -120,11 +131,13 @@ struct Tiles {
   using Rows16 = Tile<16, 4, 64, 4, 1, 2, KpeDim>;
   using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim>;
   using Rows64 = Tile<64, 8, 64, 3, 2, 1, KpeDim>;
+  using WgmmaRows32 = WgmmaTile<32, KpeDim>;
+  using WgmmaRows64 = WgmmaTile<64, KpeDim>;
   using ScaledRows8 = Tile<8, 4, 64, 4, 1, 2, KpeDim, true>;
   using ScaledRows16 = Tile<16, 4, 64, 4, 1, 2, KpeDim, true>;
 };
 
-constexpr int kNumTiles = 4;
+constexpr int kNumTiles = 6;
 constexpr int kSmallestSharedLimit = 101376;  // per block, opt-in: SM86, SM89, SM120, SM121
 constexpr int kReservedSharedPerCta = 1024;   // by CUDA
 static_assert(Tiles<64>::ScaledRows8::kSharedBytes <= kSmallestSharedLimit, "8 rows must fit");

@@ -56,6 +56,9 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   if (const int32_t forced = environment_number("MLA_FP8KV_SMEM_LIMIT")) {
     limit = std::min(limit, forced);
   }
+  // Only where the GPU is not to be taken for another one.
+  const bool wgmma = device.compute_major == 9 && limit == device.shared_per_block &&
+                     environment_switch("MLA_FP8KV_WGMMA", true);
   const int32_t forced_ctas = environment_number("MLA_FP8KV_CTAS_PER_SM");
   const int32_t forced_rows = environment_number("MLA_FP8KV_TILE_ROWS");
   const auto ctas_per_sm = [&](const Variant& v) {
@@ -63,11 +66,16 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
     const int32_t ctas = std::max(1, std::min(v.ctas_per_sm, fit));
     return forced_ctas > 0 ? std::min(ctas, forced_ctas) : ctas;
   };
+  // The tiles to choose from, fewest rows first, and which of kVariants they are.
   TileShape shapes[kNumTiles];
-  int32_t num_tiles = 0;  // that fit; more rows need more
-  for (; num_tiles < kNumTiles && kVariants[num_tiles].shared_bytes <= limit; ++num_tiles) {
-    const Variant& v = kVariants[num_tiles];
-    shapes[num_tiles] = make_tile_shape(v.rows, v.tokens, ctas_per_sm(v));
+  int32_t variant[kNumTiles];
+  int32_t num_tiles = 0;
+  for (const int32_t rows : {8, 16, 32, 64}) {
+    const int32_t i = find_variant(kVariants, rows, wgmma);
+    const Variant& v = kVariants[i];
+    if (v.shared_bytes > limit) break;  // more rows need more
+    shapes[num_tiles] = make_tile_shape(v.rows, v.tokens, ctas_per_sm(v), v.wgmma);
+    variant[num_tiles++] = i;
   }
   if (num_tiles == 0) {
     TVM_FFI_THROW(ValueError) << "FP8 MLA needs " << kVariants[0].shared_bytes
@@ -76,15 +84,13 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
                               << limit << ".";
   }
 
-  int32_t tile = plan_registry().kept(
+  const int32_t kept = plan_registry().kept(
       {int_workspace.data_ptr(), float_workspace.data_ptr(), num_heads, causal});
-  if (tile < 0 || tile >= num_tiles) {
-    tile = choose_tile(in, shapes, num_tiles);
-    for (int32_t i = 0; i < num_tiles; ++i) {
-      if (shapes[i].rows == forced_rows) tile = i;
-    }
+  int32_t choice = choose_tile(in, shapes, num_tiles);
+  for (int32_t i = 0; i < num_tiles; ++i) {
+    if (kept < 0 ? shapes[i].rows == forced_rows : variant[i] == kept) choice = i;
   }
-  const TileShape& shape = shapes[tile];
+  const TileShape& shape = shapes[choice];
   const int32_t grid = grid_size(shape, device.num_sms);
   const int64_t slot_capacity = bytes_of(float_workspace) / partial_bytes(1, shape.rows);
   const int64_t capacity = std::min(bytes_of(int_workspace), bytes_of(pinned_workspace));
@@ -97,7 +103,7 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
                               << " bytes for this plan, got " << bytes_of(float_workspace) << ".";
   }
   if (status != PlanStatus::kOk) TVM_FFI_THROW(ValueError) << plan_error(status, result);
-  const Array<int64_t> info{kPlanVersion, tile, grid, result.num_merge_items, num_heads};
+  const Array<int64_t> info{kPlanVersion, variant[choice], grid, result.num_merge_items, num_heads};
   return Tuple<Array<int64_t>, int64_t>(info, result.staged_bytes);
 }
 

@@ -70,11 +70,20 @@ void allow_shared(int device, int bytes) {
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
+template <class T>
+constexpr auto attention_of() {
+  if constexpr (T::kWgmma) {
+    return &attention_wgmma_kernel<T, kFormat, kAlwaysPlaceBits>;
+  } else {
+    return &attention_kernel<T, kFormat, kAlwaysPlaceBits>;
+  }
+}
+
 // T computes items of `PlanRows` rows, in parts if it has fewer itself.
 template <class T, int PlanRows = T::kRows>
 void launch_tile(const Params& params, const Launch& how) {
   static_assert(PlanRows % T::kRows == 0, "parts of an item have equal rows");
-  constexpr auto kernel = attention_kernel<T, kFormat, kAlwaysPlaceBits>;
+  constexpr auto kernel = attention_of<T>();
   allow_shared<kernel>(how.device, T::kSharedBytes);
   launch(kernel, dim3(how.grid, PlanRows / T::kRows), T::kThreads, T::kSharedBytes, params, how);
   if (how.merge) {
@@ -96,9 +105,15 @@ void launch_variant(int64_t tile, const Params& params, const Launch& how) {
     case 2:
       return scaled ? launch_tile<T::ScaledRows16, 32>(params, how)
                     : launch_tile<T::Rows32>(params, how);
-    default:
+    case 3:
       return scaled ? launch_tile<T::ScaledRows16, 64>(params, how)
                     : launch_tile<T::Rows64>(params, how);
+    case 4:
+      return scaled ? launch_tile<T::ScaledRows16, 32>(params, how)
+                    : launch_tile<T::WgmmaRows32>(params, how);
+    default:
+      return scaled ? launch_tile<T::ScaledRows16, 64>(params, how)
+                    : launch_tile<T::WgmmaRows64>(params, how);
   }
 }
 

@@ -17,16 +17,18 @@
 
 namespace mla_fp8kv {
 
+// Sorted by rows, the wgmma forms last.
 struct Variant {
   int32_t rows, tokens, ctas_per_sm;
   int32_t
       shared_bytes;  // the larger of the forms with and without group scales: a plan serves both
+  bool wgmma;        // SM90 only
 };
 
 template <class Plain, class Scaled>
 constexpr Variant variant_of() {
   return {Plain::kRows, Plain::kTokens, Plain::kCtasPerSm,
-          std::max(Plain::kSharedBytes, Scaled::kSharedBytes)};
+          std::max(Plain::kSharedBytes, Scaled::kSharedBytes), Plain::kWgmma};
 }
 
 template <int KpeDim>
@@ -36,8 +38,19 @@ struct Variants {
       variant_of<typename T::Rows8, typename T::ScaledRows8>(),
       variant_of<typename T::Rows16, typename T::ScaledRows16>(),
       variant_of<typename T::Rows32, typename T::ScaledRows16>(),
-      variant_of<typename T::Rows64, typename T::ScaledRows16>()};
+      variant_of<typename T::Rows64, typename T::ScaledRows16>(),
+      variant_of<typename T::WgmmaRows32, typename T::ScaledRows16>(),
+      variant_of<typename T::WgmmaRows64, typename T::ScaledRows16>()};
 };
+
+// The variant of so many rows, with wgmma if that is allowed and there is one.
+inline int32_t find_variant(const Variant* variants, int32_t rows, bool wgmma) {
+  int32_t found = 0;
+  for (int32_t i = 0; i < kNumTiles; ++i) {
+    if (variants[i].rows == rows && (wgmma || !variants[i].wgmma)) found = i;
+  }
+  return found;
+}
 
 struct DeviceFacts {
   int32_t num_sms, compute_major, shared_per_block, shared_per_sm;
@@ -78,6 +91,16 @@ inline int32_t environment_number(const char* name) {
     TVM_FFI_THROW(ValueError) << name << " must be a positive number, got '" << text << "'.";
   }
   return static_cast<int32_t>(value);
+}
+
+// 0 or 1 from the environment, `otherwise` if unset.
+inline bool environment_switch(const char* name, bool otherwise) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return otherwise;
+  if ((*text != '0' && *text != '1') || text[1] != '\0') {
+    TVM_FFI_THROW(ValueError) << name << " must be 0 or 1, got '" << text << "'.";
+  }
+  return *text == '1';
 }
 
 }  // namespace mla_fp8kv
