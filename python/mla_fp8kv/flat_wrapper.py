@@ -153,12 +153,12 @@ def _check_graph_buffers(wrapper, metadata: dict) -> None:
     buffers = {name: getattr(wrapper, f"_{name}_buf") for name in metadata}
     checks.graph_buffers(buffers)
     for name, buffer in buffers.items():
-        checks.metadata(f"The CUDA graph's {name}", buffer, wrapper.device)
         if buffer.device != wrapper.device:
             raise ValueError(
                 f"The CUDA graph's {name} must be on the wrapper's device {wrapper.device}, "
                 f"got {buffer.device}."
             )
+        checks.metadata(f"The CUDA graph's {name}", buffer, wrapper.device)
         size = metadata[name].numel()
         if buffer.numel() < size or (name != "kv_indices" and buffer.numel() > size):
             raise ValueError(
