@@ -51,7 +51,7 @@ def tensors(tokens=2, heads=8, kpe=64, pages=64, page_size=1, q=BF16, kv=E4M3):
 
 
 def taken_by(wrapper):
-    """"fp8kv" for our module, else "fa2" or "fa3": the first part of the module's key."""
+    """ "fp8kv" for our module, else "fa2" or "fa3": the first part of the module's key."""
     return wrapper._cached_module.key[0]
 
 

@@ -118,6 +118,30 @@ def test_modules_are_loaded_once(jit, monkeypatch):
     jit._load.cache_clear()
 
 
+def test_the_build_file_of_an_earlier_installation_is_replaced(
+    jit, flashinfer, monkeypatch, tmp_path
+):
+    """FlashInfer 0.6 would keep it, with the sources and flags of then."""
+    from flashinfer.jit import env as jit_env
+
+    monkeypatch.setattr(jit_env, "FLASHINFER_JIT_DIR", tmp_path)
+    spec = jit.gen_module(E4M3, 64)
+    spec.ninja_path.parent.mkdir()
+    spec.ninja_path.write_text("old\n")
+    seen = []
+
+    def build_and_load(self):
+        seen.append(self.ninja_path.read_text())
+        raise OSError("enough")
+
+    monkeypatch.setattr(type(spec), "build_and_load", build_and_load)
+    jit._load.cache_clear()
+    with pytest.raises(RuntimeError, match="enough"):
+        jit.get_module(E4M3, 64)
+    (text,) = seen
+    assert all(str(path) in text for path in spec.sources) and "-DMLA_FP8KV_KPE=64" in text
+
+
 def test_a_cache_that_cannot_be_written_is_named(jit, flashinfer, monkeypatch):
     from flashinfer.jit import env as jit_env
 
