@@ -6,8 +6,7 @@ import zipfile
 
 import pytest
 from mla_fp8kv_build.paths import cache
-
-BACKEND = "sglang/srt/layers/attention/flashinfer_mla_backend.py"
+from released_backend import BACKEND
 
 
 def backend_file(version: str) -> bytes:

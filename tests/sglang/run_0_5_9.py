@@ -1,13 +1,15 @@
-"""Runs SGLang 0.5.9's backend file on the CPU: python run_0_5_9.py FOLDER [flashinfer].
+"""Runs SGLang 0.5.9's backend file: python run_0_5_9.py FOLDER [flashinfer [cuda]], prints JSON.
 
 FOLDER holds the file as sglang/<path>, as released or patched; a process of its own, because
-another SGLang may be installed. Stood in for: everything else of SGLang, and FlashInfer's wrappers
-or, with the second word, only the modules behind its MLA wrapper. Prints JSON.
+another SGLang may be installed. Stood in for: everything else of SGLang, and FlashInfer's wrappers;
+with the second word, only the modules behind its MLA wrapper; with the third, nothing of its.
 """
 
 import importlib
 import json
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +40,7 @@ def answers() -> dict:
         disable_chunked_prefix_cache=False,
         flashinfer_mla_disable_ragged=False,
     )
-    workspace = SimpleNamespace(get=lambda: 1 << 10)
+    workspace = SimpleNamespace(get=lambda: 128 << 20)
     off = SimpleNamespace(get=lambda: False)
     return {
         "sglang.srt.server_args": {"get_global_server_args": lambda: arguments},
@@ -58,9 +60,9 @@ def answers() -> dict:
 class Pool:
     """MLATokenToKVPool as far as the file reads it."""
 
-    def __init__(self, dtype, width=stand_in.ROW):
+    def __init__(self, dtype, device, width=stand_in.ROW):
         self.dtype, self.size, self.kv_cache_dim = dtype, SLOTS, width
-        buffer = torch.zeros(SLOTS + 1, 1, width, dtype=dtype)
+        buffer = torch.zeros(SLOTS + 1, 1, width, dtype=dtype, device=device)
         self.kv_buffer = [buffer.view(torch.uint8) if dtype.itemsize == 1 else buffer]
         stand_in.fill_pool(self)
 
@@ -91,8 +93,8 @@ def real_wrapper() -> tuple[type, dict]:
     return flashinfer.mla.BatchMLAPagedAttentionWrapper, made
 
 
-def graph_decode(backend, batch):
-    """Captured for short requests, planned by SGLang itself for the batch; what a replay gives."""
+def graph_decode(backend, batch, forward):
+    """Captured for short requests, planned by SGLang itself for the batch, and replayed."""
     requests = len(batch.seq_lens)
     backend.init_cuda_graph_state(requests, requests)
     mode = Mode(is_true="is_decode_or_idle")
@@ -103,6 +105,12 @@ def graph_decode(backend, batch):
         seq_lens=torch.ones_like(batch.seq_lens),
         **common,
     )
+    on_gpu = batch.seq_lens.is_cuda
+    if on_gpu:
+        forward()  # loads what is lazy
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = forward()
     backend.init_forward_metadata_replay_cuda_graph(
         req_pool_indices=batch.req_pool_indices,
         seq_lens=batch.seq_lens,
@@ -110,6 +118,15 @@ def graph_decode(backend, batch):
         seq_lens_cpu=batch.seq_lens_cpu.int(),
         **common,
     )
+    if not on_gpu:
+        return forward()
+    graph.replay()
+    return output
+
+
+def eager(backend, batch, forward):
+    backend.init_forward_metadata(batch)
+    return forward()
 
 
 def steps(module, pool, made) -> dict:
@@ -117,27 +134,23 @@ def steps(module, pool, made) -> dict:
 
     The steps are decode, paged extend, and decode as a CUDA graph replays it.
     """
-    runner = stand_in.model_runner(pool, heads=HEADS, context=CONTEXT)
+    device = pool.kv_buffer[0].device
+    runner = stand_in.model_runner(pool, heads=HEADS, context=CONTEXT, device=device)
     backend = module.FlashInferMLAAttnBackend(runner)
     outputs = []
     with stand_in.PoolSpy(pool) as spy:
-        for prepare, forward, mode, tokens, lengths, prefixes in (
-            ("eager", "forward_decode", "is_decode_or_idle", 2, [5, 300], None),
-            ("eager", "forward_extend", "is_extend", 9, [7, 205], [3, 200]),
-            ("graph", "forward_decode", "is_decode_or_idle", 2, [400, 9], None),
+        for how, name, mode, tokens, lengths, prefixes in (
+            (eager, "forward_decode", "is_decode_or_idle", 2, [5, 300], None),
+            (eager, "forward_extend", "is_extend", 9, [7, 205], [3, 200]),
+            (graph_decode, "forward_decode", "is_decode_or_idle", 2, [400, 9], None),
         ):
-            batch = stand_in.batch(Mode(is_true=mode), lengths, prefix_lens=prefixes)
+            batch = stand_in.batch(Mode(is_true=mode), lengths, prefix_lens=prefixes, device=device)
             batch.token_to_kv_pool, batch.out_cache_loc = pool, None
-            if prepare == "graph":
-                graph_decode(backend, batch)
-            else:
-                backend.init_forward_metadata(batch)
             generator = torch.Generator().manual_seed(1)
-            q = torch.randn(tokens, HEADS * stand_in.ROW, generator=generator).bfloat16()
-            output = getattr(backend, forward)(
-                q, None, None, stand_in.layer(HEADS), batch, save_kv_cache=False
-            )
-            outputs.append(output.float().flatten()[::97].tolist())
+            q = torch.randn(tokens, HEADS * stand_in.ROW, generator=generator)
+            arguments = (q.bfloat16().to(device), None, None, stand_in.layer(HEADS), batch)
+            forward = partial(getattr(backend, name), *arguments, save_kv_cache=False)
+            outputs.append(how(backend, batch, forward).float().flatten()[::97].tolist())
     wrapper = stand_in.CpuMlaWrapper
     found = {
         "casts": len(spy.casts),
@@ -152,24 +165,28 @@ def steps(module, pool, made) -> dict:
     return found
 
 
-def main(folder: str, wrapper: str = "stand-in") -> None:
+def main(folder: str, wrapper: str = "stand-in", device: str = "cpu") -> None:
     slim_sglang.ANSWERS = answers()
     slim_sglang.activate(Path(folder))
     module = importlib.import_module("sglang.srt.layers.attention.flashinfer_mla_backend")
     made: dict = {}
     module.BatchMLAPagedAttentionWrapper = stand_in.CpuMlaWrapper
-    if wrapper == "flashinfer":
+    if device == "cuda":
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        module.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper
+    elif wrapper == "flashinfer":
         module.BatchMLAPagedAttentionWrapper, made = real_wrapper()
     module.BatchPrefillWithRaggedKVCacheWrapper = stand_in.RaggedWrapper
     pools = {
-        "e4m3": Pool(torch.float8_e4m3fn),
-        "e5m2": Pool(torch.float8_e5m2),
-        "bf16": Pool(torch.bfloat16),
+        "e4m3": Pool(torch.float8_e4m3fn, device),
+        "e5m2": Pool(torch.float8_e5m2, device),
+        "bf16": Pool(torch.bfloat16, device),
     }
-    with stand_in.OnCpu():
+    with stand_in.OnCpu() if device == "cpu" else nullcontext():
         found = {name: steps(module, pool, made) for name, pool in pools.items()}
     if hasattr(module, "mla_cache_dtype"):
-        packed = stand_in.model_runner(Pool(torch.float8_e4m3fn, width=656))
+        packed = stand_in.model_runner(Pool(torch.float8_e4m3fn, device, width=656))
         found["packed rows"] = str(module.mla_cache_dtype(packed))
     print(json.dumps(found))
 

@@ -1,15 +1,12 @@
 """SGLang 0.5.9's real backend file, as released and patched, in a process of its own."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import releases
 from flashinfer_base import flat_wrapper_only
 from mla_fp8kv import sglang_patch
+from released_backend import run
 
 pytest.importorskip("torch")
 
@@ -22,24 +19,6 @@ def texts():
     released = releases.backend_file("0.5.9").decode()
     patch = sglang_patch.Patch(sglang_patch.available()["0.5.9"])
     return released, patch.apply(released)
-
-
-def run(tree, text, *wrapper):
-    """What the backend file with this text does with pools of each dtype."""
-    file = tree / releases.BACKEND
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
-    for folder in file.relative_to(tree).parents[:-1]:
-        (tree / folder / "__init__.py").touch()
-    script = Path(__file__).with_name("run_0_5_9.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(tree), *wrapper],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_patched_casts_no_pool(texts, tmp_path):
