@@ -92,7 +92,6 @@ def plan(
     wrapper._causal = causal
     wrapper._page_size = page_size
     wrapper._sm_scale = sm_scale
-    wrapper._use_profiler = False
 
 
 def run(
