@@ -66,9 +66,8 @@ def gen_module(
         + ["-DMLA_FP8KV_LOADS_ONLY=1"] * loads,
         extra_include_paths=[KERNEL_DIR],
     )
-    spec.extra_cuda_cflags.remove(
-        "-use_fast_math"
-    )  # a default that 0.6 cannot be told to leave out
+    # A default that 0.6 cannot be told to leave out.
+    spec.extra_cuda_cflags.remove("-use_fast_math")
     return spec
 
 
