@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .case import QUERY_DTYPE, SM_SCALE, Case, PageTable, caches
+from .case import SM_SCALE, Case, PageTable, caches
 from .rows import BUILD_VARIABLES, HEAD_DIM_CKV, HEAD_DIM_KPE, LAYERS, Variant
+from .wrapper import is_flat, plan, tensors
 
 
 class Unavailable(Exception):
@@ -51,27 +52,6 @@ def environment(variables: dict[str, str]):
                 os.environ[name] = value
 
 
-def plan(case: Case, backend: str, kv_dtype: torch.dtype, table: PageTable):
-    """A planned `BatchMLAPagedAttentionWrapper` for the case on the given page table."""
-    from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
-
-    wrapper = BatchMLAPagedAttentionWrapper(case.pools.workspace(), backend=backend)
-    wrapper.plan(
-        metadata=MLAPlanMetadata.csr(case.qo_indptr, table.indptr, table.indices, case.kv_lens),
-        num_heads=case.row.heads,
-        head_dim_ckv=HEAD_DIM_CKV,
-        head_dim_kpe=HEAD_DIM_KPE,
-        page_size=table.page_size,
-        causal=case.row.causal,
-        sm_scale=SM_SCALE,
-        q_data_type=QUERY_DTYPE,
-        kv_data_type=kv_dtype,
-        query_layout="split",
-        kv_cache_layout="split",
-    )
-    return wrapper
-
-
 def _through_wrapper(
     case: Case,
     backend: str,
@@ -84,7 +64,7 @@ def _through_wrapper(
     """Layers that run the wrapper over `pools`, each after `before(layer)` if that is given."""
     wrapper = plan(case, backend, kv_dtype, table)
     query = case.q[..., :HEAD_DIM_CKV], case.q[..., HEAD_DIM_CKV:]
-    layers = [caches(pool, table.page_size) for pool in pools]
+    layers = [tensors(query, caches(pool, table.page_size)) for pool in pools]
 
     group_scales = case.group_scales if case.row.group_scales else [None] * len(layers)
 
@@ -92,11 +72,7 @@ def _through_wrapper(
         if before is not None:
             before(layer)
         return wrapper.run(
-            query=query,
-            kv_cache=layers[layer],
-            out=case.out,
-            ckv_scale_arr=group_scales[layer],
-            **scales,
+            **layers[layer], out=case.out, ckv_scale_arr=group_scales[layer], **scales
         )
 
     return Prepared(run_layer, case.row.page_size, wrapper)
@@ -174,6 +150,8 @@ def _bf16(backend: str):
 
 def _fa3_fp8(case: Case) -> Prepared:
     """Upstream's FP8 path: repacks each tile to BF16 in shared memory."""
+    if is_flat():
+        raise Unavailable("upstream has no FP8 KV for MLA in this release")
     scales = {"kpe_scale": 1.0}
     if not case.row.group_scales:
         scales["ckv_scale"] = 1.0

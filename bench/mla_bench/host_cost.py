@@ -7,9 +7,10 @@ import random
 import torch
 
 from .case import Case, Pools, caches
-from .contenders import Unavailable, plan
+from .contenders import Unavailable
 from .rows import HEAD_DIM_CKV, Row
 from .timing import host_us
+from .wrapper import plan, tensors
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HEADS = 16
@@ -20,11 +21,10 @@ def _plan_us(wrapper, kv_lens: list[int]) -> float:
     """Time of `module.plan` as SGLang's graph replay calls it, staging to the GPU included."""
     pages = torch.tensor([0, *kv_lens]).cumsum(0).int()
     requests = torch.arange(len(kv_lens) + 1, dtype=torch.int32)
-    backend = wrapper._planned_backend
     arguments = (
         wrapper._float_workspace_buffer,
         wrapper._int_workspace_buffer,
-        backend._pin_memory_int_workspace_buffer,
+        wrapper._pin_memory_int_workspace_buffer,
         requests,
         pages,
         torch.tensor(kv_lens, dtype=torch.int32),
@@ -53,9 +53,9 @@ def measure(pools: Pools) -> dict:
     query = case.q[..., :HEAD_DIM_CKV], case.q[..., HEAD_DIM_CKV:]
 
     def run_us(name: str, pool: torch.Tensor) -> float:
-        run, kv_cache = wrappers[name].run, caches(pool, 1)
+        run, arguments = wrappers[name].run, tensors(query, caches(pool, 1))
         return host_us(
-            lambda: run(query=query, kv_cache=kv_cache, out=case.out),
+            lambda: run(**arguments, out=case.out),
             10 * _REPEAT,
             torch.cuda.synchronize,
         )

@@ -1,4 +1,4 @@
-"""The planned-wrapper backend for FP8 KV caches, and the choice between it and upstream's.
+"""FlashInfer 0.7's hook: the planned-wrapper backend for FP8 KV, and who takes which plan.
 
 `select_backend` is what the patched `BatchMLAPagedAttentionWrapper.plan` calls when the KV dtype is
 FP8. Caches are [pages, page_size, 512] and [pages, page_size, 64 or 0] in float8_e4m3fn or
@@ -17,9 +17,9 @@ from flashinfer.mla._batch_mla._backends._fa_common import _BatchMLAPagedAttenti
 from flashinfer.mla._batch_mla._backends.fa2_backend import _BatchMLAPagedAttentionFa2Backend
 from flashinfer.mla._batch_mla._backends.fa3_backend import _BatchMLAPagedAttentionFa3Backend
 from flashinfer.mla._batch_mla._contracts import MLAInputContract, _parse_structural_mla_input
-from flashinfer.utils import MaskMode
 
-from . import capability, checks, jit
+from . import capability, checks
+from .planned import Fp8Plan
 
 _TWO_TENSORS = [torch.Tensor, torch.Tensor]
 
@@ -75,13 +75,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
                 "by backend='fa3'."
             )
         checks.workspace(workspace)
-        # Flat metadata may be longer than the batch, as upstream allows, but never shorter.
-        batch = csr.kv_len_arr.numel()
-        for name, indptr in (("qo_indptr", csr.qo_indptr), ("kv_indptr", csr.kv_indptr)):
-            if indptr.numel() < batch + 1:
-                raise ValueError(
-                    f"{name} must have batch + 1 = {batch + 1} entries, got {indptr.numel()}."
-                )
+        checks.indptr_lengths(csr.qo_indptr, csr.kv_indptr, csr.kv_len_arr)
         if args._use_cuda_graph:
             buffers = (
                 ("qo_indptr", args._qo_indptr_buf, csr.qo_indptr, False),
@@ -90,12 +84,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
                 ("kv_len_arr", args._kv_len_arr_buf, csr.kv_len_arr, False),
             )
             cls._validate_graph_metadata_buffers(workspace.device, buffers)
-            missing = [name for name, buffer, _, _ in buffers if buffer is None]
-            if missing:
-                raise ValueError(
-                    "use_cuda_graph=True needs the reserved buffers qo_indptr, kv_indptr, "
-                    f"kv_indices and kv_len_arr, got none for {', '.join(missing)}."
-                )
+            checks.graph_buffers({name: buffer for name, buffer, *_ in buffers})
 
     def plan(
         self,
@@ -116,29 +105,22 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         scale_mode,
         use_profiler,
     ) -> None:
-        module = jit.get_module(kv_data_type, head_dim_kpe)
-        qo_indptr_host = qo_indptr.to("cpu")
-        kv_indptr_host = kv_indptr.to("cpu")
-        kv_len_host = kv_len_arr.to("cpu")
-        pages = int(kv_indptr_host[kv_len_host.numel()])
-        if pages > kv_indices.numel():
-            raise ValueError(
-                f"kv_indices must hold the {pages} pages that kv_indptr names, "
-                f"got {kv_indices.numel()}."
-            )
-        if self._int_workspace_is_new:
-            # Its address may be that of a freed workspace, whose captured graphs are gone with it.
-            module.forget(self._int_workspace_buffer)
-        plan_info, staged_bytes = module.plan_with_staged_workspace_bytes(
-            self._float_workspace_buffer,
-            self._int_workspace_buffer,
-            self._pin_memory_int_workspace_buffer,
-            qo_indptr_host,
-            kv_indptr_host,
-            kv_len_host,
-            num_heads,
-            head_dim_ckv,
-            causal,
+        plan = Fp8Plan(
+            float_workspace=self._float_workspace_buffer,
+            int_workspace=self._int_workspace_buffer,
+            pinned_workspace=self._pin_memory_int_workspace_buffer,
+            int_workspace_is_new=self._int_workspace_is_new,
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_len_arr=kv_len_arr,
+            num_heads=num_heads,
+            head_dim_ckv=head_dim_ckv,
+            head_dim_kpe=head_dim_kpe,
+            page_size=page_size,
+            causal=causal,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
         )
         self._stage_metadata(
             qo_indptr=qo_indptr,
@@ -146,120 +128,40 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
             kv_indices=kv_indices,
             kv_len_arr=kv_len_arr,
         )
-        self._cached_module = module
-        self._plan_info = plan_info
-        self._staged_int_workspace_bytes = staged_bytes
+        self._fp8_plan = plan
+        self._cached_module = plan.module
+        self._plan_info = plan.plan_info
         self._causal = causal
         self._page_size = page_size
         self._sm_scale = sm_scale
-        self._head_dim_ckv = head_dim_ckv
-        self._q_data_type = q_data_type
-        self._kv_data_type = kv_data_type
-        self._mask_mode = (MaskMode.CAUSAL if causal else MaskMode.NON_CAUSAL).value
-        self._query_tokens = int(qo_indptr_host[kv_len_host.numel()])
-        widths = (head_dim_ckv + head_dim_kpe, head_dim_ckv, head_dim_kpe)
-        names = ("query", "q_nope", "q_pe")
-        self._query_checks = self._tensor_checks(
-            names, num_heads, widths, q_data_type, "q_data_type"
-        )
-        names = ("kv_cache", "ckv_cache", "kpe_cache")
-        self._cache_checks = self._tensor_checks(
-            names, page_size, widths, kv_data_type, "kv_data_type"
-        )
-        (self._check_out,) = self._tensor_checks(
-            ("out",), num_heads, widths[1:2], q_data_type, "output_dtype"
-        )
-
-    def _tensor_checks(self, names, rows, widths, dtype, dtype_name):
-        return [
-            checks.TensorCheck(name, (None, rows, width), dtype, self.device, dtype_name)
-            for name, width in zip(names, widths, strict=True)
-        ]
 
     def check_run_inputs(self, query: object, kv_cache: object) -> None:
         """Refuse queries and caches that the plan does not fit; called at the start of run()."""
-        self._check_pair(query, *self._query_checks)
-        self._check_pair(kv_cache, *self._cache_checks)
+        plan = self._fp8_plan
+        self._check_input(query, plan.check_query, plan.check_packed_query)
+        self._check_input(kv_cache, plan.check_cache, plan.check_packed_cache)
 
     @staticmethod
-    def _check_pair(value, check_packed, check_left, check_right) -> None:
+    def _check_input(value, check_pair, check_packed) -> None:
         if type(value) is tuple and list(map(type, value)) == _TWO_TENSORS:
-            left, right = value
-        else:  # packed, both forms at once, or malformed
-            packed, split = _parse_structural_mla_input(value, name=check_packed.name)
-            if split is None:
-                check_packed(packed)
-                return
-            left, right = split
-        check_left(left)
-        check_right(right)
-        if left.shape[0] != right.shape[0]:
-            raise ValueError(
-                f"{check_left.name} and {check_right.name} must have the same first extent, "
-                f"got {left.shape[0]} and {right.shape[0]}."
-            )
-
-    def _run_generated_fa(
-        self,
-        *,
-        q_nope,
-        q_pe,
-        ckv_cache,
-        kpe_cache,
-        out,
-        lse,
-        return_lse,
-        profiler_buffer,
-        return_lse_base_on_e,
-        ckv_scale,
-        ckv_scale_arr,
-        kpe_scale,
-    ):
-        ckv_scale = checks.scale("ckv_scale", ckv_scale)
-        kpe_scale = checks.scale("kpe_scale", kpe_scale)
-        if ckv_scale_arr is not None:
-            checks.scale_array(ckv_scale_arr, ckv_cache)
-        shape = q_nope.shape
-        # A CUDA graph's plan may be renewed behind this object, so its row count is not known here.
-        if shape[0] < self._query_tokens and not self._use_cuda_graph:
-            raise ValueError(
-                f"q_nope must have at least the {self._query_tokens} planned query tokens, "
-                f"got {shape[0]}."
-            )
-        if out is None:
-            out = torch.empty(shape, dtype=self._q_data_type, device=self.device)
+            check_pair(*value)
+            return
+        # Packed, both forms at once, or malformed.
+        packed, pair = _parse_structural_mla_input(value, name=check_packed.name)
+        if pair is None:
+            check_packed(packed)
         else:
-            self._check_out(out)
-            if out.shape[0] != shape[0]:
-                raise ValueError(
-                    f"out must have the {shape[0]} query tokens of q_nope, got {out.shape[0]}."
-                )
-        if lse is not None:
-            checks.lse(lse, tuple(shape[:2]), self.device)
-        elif return_lse:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
-        if shape[0]:
-            self._cached_module.run(
-                self._float_workspace_buffer,
-                self._int_workspace_buffer,
-                self._plan_info,
-                q_nope,
-                q_pe,
-                ckv_cache,
-                kpe_cache,
-                self._kv_indices_buf,
-                out,
-                lse,
-                self._mask_mode,
-                shape[1],
-                self._page_size,
-                self._sm_scale,
-                return_lse_base_on_e,
-                ckv_scale,
-                kpe_scale,
-                ckv_scale_arr,
-            )
-        return (out, lse) if return_lse else out
+            check_pair(*pair)
+
+    def _run_generated_fa(self, *, profiler_buffer, **arguments):
+        return self._fp8_plan.run(
+            kv_indices=self._kv_indices_buf,
+            causal=self._causal,
+            page_size=self._page_size,
+            sm_scale=self._sm_scale,
+            in_cuda_graph=self._use_cuda_graph,
+            **arguments,
+        )
 
 
 class Fa3DefaultScales(_BatchMLAPagedAttentionFa3Backend):

@@ -66,6 +66,23 @@ class TensorCheck:
                 )
 
 
+class PairCheck:
+    """Checks the two parts of a query or a cache, (q_nope, q_pe) or (ckv_cache, kpe_cache)."""
+
+    def __init__(self, check_left: TensorCheck, check_right: TensorCheck) -> None:
+        self.check_left = check_left
+        self.check_right = check_right
+
+    def __call__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.check_left(left)
+        self.check_right(right)
+        if left.shape[0] != right.shape[0]:
+            raise ValueError(
+                f"{self.check_left.name} and {self.check_right.name} must have the same first "
+                f"extent, got {left.shape[0]} and {right.shape[0]}."
+            )
+
+
 def _misaligned(name: str, value: torch.Tensor) -> str:
     return (
         f"{name} must start on a {_ALIGN}-byte boundary, "
@@ -81,6 +98,45 @@ def workspace(value) -> None:
         )
     if value.data_ptr() % _ALIGN:
         raise ValueError(_misaligned("float_workspace_buffer", value))
+
+
+def positive(name: str, value) -> None:
+    """Check a count."""
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} must be a positive int, got {value}.")
+
+
+def metadata(name: str, value, device) -> None:
+    """Check the form of a tensor of plan(), which is on the wrapper's device or on the CPU."""
+    if value.dtype != torch.int32 or value.dim() != 1 or not value.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous torch.int32 vector, got {value.dtype} of shape "
+            f"{tuple(value.shape)} and strides {value.stride()}."
+        )
+    if value.device.type != "cpu" and value.device != device:
+        raise ValueError(
+            f"{name} must be on the CPU or the wrapper's device {device}, got {value.device}."
+        )
+
+
+def indptr_lengths(qo_indptr, kv_indptr, kv_len_arr) -> None:
+    """Metadata may be longer than the batch, as upstream allows, but never shorter."""
+    batch = kv_len_arr.numel()
+    for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
+        if indptr.numel() < batch + 1:
+            raise ValueError(
+                f"{name} must have batch + 1 = {batch + 1} entries, got {indptr.numel()}."
+            )
+
+
+def graph_buffers(buffers: dict) -> None:
+    """Check that the buffers that use_cuda_graph=True needs, by name, were given at all."""
+    missing = [name for name, buffer in buffers.items() if buffer is None]
+    if missing:
+        raise ValueError(
+            "use_cuda_graph=True needs the reserved buffers qo_indptr, kv_indptr, kv_indices and "
+            f"kv_len_arr, got none for {', '.join(missing)}."
+        )
 
 
 def lse(value, shape, device) -> None:

@@ -9,9 +9,11 @@ import os
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.attention.modules import _BatchMLAModuleProxy
 from flashinfer.jit.core import JitSpec, gen_jit_spec
+
+from .module import StagedModule
 
 KERNEL_DIR = Path(__file__).resolve().parent / "kernel"
 SOURCES = (
@@ -52,7 +54,7 @@ def gen_module(
     kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool = False, loads: bool = False
 ) -> JitSpec:
     """Build specification of one module; sources are compiled where the package has them."""
-    return gen_jit_spec(
+    spec = gen_jit_spec(
         module_uri(kv_dtype, head_dim_kpe, bits, loads),
         SOURCES,
         extra_cuda_cflags=[
@@ -63,16 +65,21 @@ def gen_module(
         ]
         + ["-DMLA_FP8KV_LOADS_ONLY=1"] * loads,
         extra_include_paths=[KERNEL_DIR],
-        post_load_adapter=_BatchMLAModuleProxy,
-        use_fast_math=False,
     )
+    # A default that 0.6 cannot be told to leave out.
+    spec.extra_cuda_cflags.remove("-use_fast_math")
+    return spec
 
 
 @functools.cache
 def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool, loads: bool):
     spec = gen_module(kv_dtype, head_dim_kpe, bits, loads)
     try:
-        return spec.build_and_load()
+        if not spec.is_aot:
+            # 0.6 keeps the build file of an earlier installation, whose paths and flags may differ.
+            with FileLock(spec.lock_path, thread_local=False):
+                spec.write_ninja()
+        return StagedModule(spec.build_and_load())
     except OSError as error:
         raise RuntimeError(
             f"The FP8 MLA module {spec.name} cannot be written to {jit_env.FLASHINFER_JIT_DIR} "

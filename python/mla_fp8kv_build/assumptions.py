@@ -32,21 +32,31 @@ _WRAPPER_SOURCES = ("flashinfer/mla", "flashinfer/mla.py")
 _MODULES = "flashinfer/jit/attention/modules.py"
 _BATCH_MLA = "flashinfer/mla/_batch_mla"
 
-# (what we assume, file, name of the function, class or C++ declaration)
+# (what we assume, file, name of the function, class or C++ declaration), on every base ...
 SOURCES = (
     ("signature of a module's plan", "csrc/batch_mla_binding.cu", "BatchMLAPagedAttentionPlan"),
     ("signature of a module's run", "csrc/batch_mla_binding.cu", "BatchMLAPagedAttentionRun"),
     ("cache key of upstream's modules", _MODULES, "get_batch_mla_uri"),
-    ("staging of the plan", _MODULES, "_BatchMLAModuleProxy"),
     ("build specification of a module", "flashinfer/jit/core.py", "gen_jit_spec"),
-    ("place of compiled modules", "flashinfer/jit/env.py", "get_aot_artifacts"),
-    ("capability rules", f"{_BATCH_MLA}/_backends/_capabilities.py", "*"),
-    ("rules of backend='auto'", f"{_BATCH_MLA}/_auto_policy.py", "*"),
-    ("contract of plan and run", f"{_BATCH_MLA}/_contracts.py", "*"),
-    ("base of the FA2 and FA3 backends", f"{_BATCH_MLA}/_backends/_fa_common.py", "*"),
-    ("FA2 backend", f"{_BATCH_MLA}/_backends/fa2_backend.py", "*"),
-    ("FA3 backend", f"{_BATCH_MLA}/_backends/fa3_backend.py", "*"),
 )
+# ... and where a module of ours is the one that the series hooks in.
+SOURCES_OF_HOOK = {
+    "flat_wrapper": (
+        ("place of compiled modules", "flashinfer/jit/env.py", "_get_aot_dir"),
+        ("compiling and loading", "flashinfer/jit/core.py", "JitSpec"),
+        ("the wrapper", "flashinfer/mla.py", "BatchMLAPagedAttentionWrapper"),
+    ),
+    "backend": (
+        ("place of compiled modules", "flashinfer/jit/env.py", "get_aot_artifacts"),
+        ("compiling and loading", "flashinfer/jit/core.py", "JitSpecNvcc"),
+        ("capability rules", f"{_BATCH_MLA}/_backends/_capabilities.py", "*"),
+        ("rules of backend='auto'", f"{_BATCH_MLA}/_auto_policy.py", "*"),
+        ("contract of plan and run", f"{_BATCH_MLA}/_contracts.py", "*"),
+        ("base of the FA2 and FA3 backends", f"{_BATCH_MLA}/_backends/_fa_common.py", "*"),
+        ("FA2 backend", f"{_BATCH_MLA}/_backends/fa2_backend.py", "*"),
+        ("FA3 backend", f"{_BATCH_MLA}/_backends/fa3_backend.py", "*"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,20 +70,30 @@ class Finding:
     new: str = ""
 
 
-def compare(old: Path, new: Path, package: Path) -> list[Finding]:
-    """Every assumption, checked on the tree `new`; `old` is the tree where it holds."""
+def hooks(patches: Path) -> set[str]:
+    """The modules of our package that a series calls."""
+    text = "".join(path.read_text() for path in patches.glob("*.patch"))
+    return set(re.findall(r"^\+.*\bfrom mla_fp8kv\.(\w+) import", text, re.MULTILINE))
+
+
+def compare(old: Path, new: Path, package: Path, hooked: set[str]) -> list[Finding]:
+    """Every assumption, checked on the tree `new`; `old` is the tree where it holds.
+
+    hooked: the result of `hooks` for the series of the old release.
+    """
+    sources = [*SOURCES, *(one for hook in sorted(hooked) for one in SOURCES_OF_HOOK[hook])]
     return [
-        *_imports(new, package),
+        *_imports(new, package, SOURCES_OF_HOOK.keys() - hooked),
         *_attributes(new),
-        *(_source(what, old, new, path, name) for what, path, name in SOURCES),
+        *(_source(what, old, new, path, name) for what, path, name in sources),
     ]
 
 
-def _imports(tree: Path, package: Path) -> Iterator[Finding]:
-    """Names that `package` imports from flashinfer."""
+def _imports(tree: Path, package: Path, unused: set[str]) -> Iterator[Finding]:
+    """Names that `package` imports from flashinfer, in all but its modules `unused`."""
     wanted = set()
     for path in files.source_files(package):
-        if path.suffix != ".py":
+        if path.suffix != ".py" or path.stem in unused:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flashinfer"):

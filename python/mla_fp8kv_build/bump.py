@@ -57,7 +57,9 @@ def bump(old: Pin, version: str) -> str:
     series.make_patched(new)
     for path, text in conflicts.items():
         (new.patched / path).write_text(text)
-    findings = assumptions.compare(old.pristine, new.pristine, PACKAGE)
+    findings = assumptions.compare(
+        old.pristine, new.pristine, PACKAGE, assumptions.hooks(old.patches)
+    )
     kept = BUILD / f"bump-{version}"
     with files.new_directory(kept) as directory:
         report = _report(old, new, outcomes, findings, directory)

@@ -7,12 +7,20 @@ from pathlib import Path
 from mla_fp8kv_build import env, site, wheel
 from mla_fp8kv_build.errors import BuildError
 from mla_fp8kv_build.paths import BUILD, ROOT
-from mla_fp8kv_build.pin import Pin
+from mla_fp8kv_build.pin import DEFAULT_BASE, Pin
 from mla_fp8kv_build.steps import Steps
 
 TESTS = ROOT / "tests"
 SGLANG = TESTS / "sglang"
 MUTATIONS = TESTS / "host" / "mutations.py"
+# What another base than the default can break; the rest is the same on all of them.
+ON_EVERY_BASE = tuple(
+    TESTS / name
+    for name in (
+        *("build/test_build_wheel.py", "build/test_build_bundle.py"),
+        *("hooks", "cli", "gpu", "sglang/test_0_5_9.py"),
+    )
+)
 _NO_TESTS = 5  # pytest's exit status
 
 
@@ -44,9 +52,16 @@ def run_python(pin: Pin, name: str, arguments: list[str], steps: Steps) -> int:
 
 
 def test(pin: Pin, arguments: list[str]) -> int:
-    """Every test that the dev environment can run; `arguments` go to pytest."""
+    """The tests that `arguments`, which go to pytest, name.
+
+    Without any, all that the dev environment can run; on another base than the default, those that
+    depend on it.
+    """
     if not any(Path(word.split("::")[0]).exists() for word in arguments):
-        arguments = [*arguments, str(TESTS), f"--ignore={SGLANG}"]
+        if pin.version == DEFAULT_BASE:
+            arguments = [*arguments, str(TESTS), f"--ignore={SGLANG}"]
+        else:
+            arguments = [*arguments, *map(str, ON_EVERY_BASE)]
     return _pytest(pin, "dev", arguments)
 
 

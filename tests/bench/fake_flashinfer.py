@@ -67,10 +67,23 @@ class Wrapper:
         return out
 
 
-def packages() -> dict[str, types.ModuleType]:
+class FlatWrapper(Wrapper):
+    """The same in the form of FlashInfer 0.6."""
+
+    def plan(self, *, qo_indptr, kv_indptr, kv_indices, kv_len_arr, **arguments):
+        metadata = Metadata.csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        super().plan(metadata=metadata, query_layout="split", **arguments)
+
+    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache, **arguments):
+        return super().run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache), **arguments)
+
+
+def packages(flat: bool = False) -> dict[str, types.ModuleType]:
     """Modules to put into sys.modules."""
     flashinfer, mla = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.mla")
-    mla.BatchMLAPagedAttentionWrapper, mla.MLAPlanMetadata = Wrapper, Metadata
+    mla.BatchMLAPagedAttentionWrapper = FlatWrapper if flat else Wrapper
+    if not flat:
+        mla.MLAPlanMetadata = Metadata
     flashinfer.mla = mla
     ours, jit = types.ModuleType("mla_fp8kv"), types.ModuleType("mla_fp8kv.jit")
     jit.get_module = lambda kv_dtype, head_dim_kpe: module(kv_dtype, _loads_only())

@@ -185,3 +185,14 @@ def test_another_backend_gives_no_loads_only_time(tmp_path, monkeypatch):
     native, auto = run(tmp_path / "r.json", variants="native,auto")["rows"]
     assert (native["loads_only_us"], auto["loads_only_us"]) == (8.0, None)
     assert "auto took another backend" in auto["unavailable"]["loads only"]
+
+
+def test_the_wrapper_of_flashinfer_0_6(tmp_path, monkeypatch):
+    for name, module in fake_flashinfer.packages(flat=True).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    (record,) = run(tmp_path / "r.json", baselines=None)["rows"]
+    assert 1e-4 < record["rel_err"] < 3e-3
+    assert {"cast+fa2", "fa2-bf16", "fa3-bf16"} <= set(record["baselines"])
+    assert record["unavailable"]["fa3-fp8"] == (
+        "Unavailable: upstream has no FP8 KV for MLA in this release"
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from invented import write
 from mla_fp8kv_build import cli, env, site, suite, wheel
+from mla_fp8kv_build import pin as pins
 
 GPU_TESTS = """\
 import pytest
@@ -91,3 +92,17 @@ def test_bench(checkout, tmp_path, monkeypatch):
     write(tmp_path / "bench" / "run.py", "import sys\nsys.exit(sys.argv[1:] != ['--quick'])\n")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     assert cli.main(["bench", "--quick"]) == 0
+
+
+def test_another_base_runs_what_depends_on_it(checkout, tmp_path, monkeypatch, capfd):
+    (other, *_) = (version for version in pins.supported() if version != pins.DEFAULT_BASE)
+    write(tmp_path / "tests" / "hooks" / "test_hooks.py", "def test_hooks():\n    pass\n")
+    monkeypatch.setattr(suite, "ON_EVERY_BASE", (tmp_path / "tests" / "hooks",))
+    assert cli.main(["--base", other, "test"]) == 0
+    assert "1 passed in" in capfd.readouterr().out
+    assert cli.main(["test"]) == 0
+    assert "2 passed, 5 skipped" in capfd.readouterr().out
+
+
+def test_what_depends_on_the_base_exists():
+    assert all(path.exists() for path in suite.ON_EVERY_BASE)

@@ -71,6 +71,13 @@ def test_what_an_import_says():
 
 
 @built
+def test_the_wheel_knows_that_it_is_ours():
+    program = "from mla_fp8kv import installed; print(installed.flashinfer_is_ours())"
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
+
+
+@built
 def test_pip_takes_it_for_the_pinned_requirement(tmp_path):
     """pip itself resolves SGLang's requirement to the wheel."""
     result = subprocess.run(

@@ -225,7 +225,7 @@ def new_wrapper(backend="auto", **kwargs):
 
 
 def plan(wrapper, inputs: Inputs, kv_dtype=None) -> None:
-    """The flat positional plan as SGLang 0.5.23 calls it."""
+    """The flat positional plan as SGLang calls it."""
     case = inputs.case
     wrapper.plan(
         *inputs.metadata(),
@@ -256,10 +256,17 @@ def run_planned(wrapper, inputs: Inputs, out=None):
     return result if case.lse is not None else (result, None)
 
 
+def is_ours(wrapper) -> bool:
+    """Whether our kernel has taken the wrapper's last plan."""
+    from mla_fp8kv.module import StagedModule
+
+    return isinstance(wrapper._cached_module, StagedModule)
+
+
 def run(inputs: Inputs, backend="auto"):
     wrapper = new_wrapper(backend)
     plan(wrapper, inputs)
-    assert type(wrapper._planned_backend).__module__ == "mla_fp8kv.backend", "not our kernel"
+    assert is_ours(wrapper), "not our kernel"
     return run_planned(wrapper, inputs)
 
 

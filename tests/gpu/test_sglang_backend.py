@@ -17,7 +17,13 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
 
 import real_sglang  # noqa: E402
+from flashinfer_base import BASE, FLAT  # noqa: E402
 
+if FLAT:
+    pytest.skip(
+        f"SGLang {real_sglang.VERSION} is for FlashInfer 0.7.2, this is {BASE}",
+        allow_module_level=True,
+    )
 if reason := real_sglang.why_not():
     pytest.skip(reason, allow_module_level=True)
 

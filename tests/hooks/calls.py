@@ -48,3 +48,19 @@ def tensors(tokens=2, heads=8, kpe=64, pages=64, page_size=1, q=BF16, kv=E4M3):
     query = torch.zeros(tokens, heads, 512 + kpe, dtype=q)
     pool = torch.zeros(pages, page_size, (512 + kpe) * kv.itemsize, dtype=torch.uint8).view(kv)
     return query[..., :512], query[..., 512:], pool[..., :512], pool[..., 512:]
+
+
+def taken_by(wrapper):
+    """ "fp8kv" for our module, else "fa2" or "fa3": the first part of the module's key."""
+    return wrapper._cached_module.key[0]
+
+
+def graph_wrapper(flashinfer, batch, pages, backend="auto"):
+    """A wrapper for CUDA graphs, and its buffers by name."""
+    buffers = {
+        "qo_indptr": torch.zeros(batch + 1, dtype=torch.int32),
+        "kv_indptr": torch.zeros(batch + 1, dtype=torch.int32),
+        "kv_indices": torch.zeros(pages, dtype=torch.int32),
+        "kv_len_arr": torch.zeros(batch, dtype=torch.int32),
+    }
+    return make(flashinfer, backend, use_cuda_graph=True, **buffers), buffers

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import upstream_tree
-
-torch = pytest.importorskip("torch", reason="the hooks run on torch tensors")
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPO / "tests" / "gpu"))  # the table of refusals is the GPU tests' own
 sys.path.append(str(REPO / "python"))  # last, so that a wheel is what is tested
+
+import stand_ins  # noqa: E402
+import upstream_tree  # noqa: E402
+
+torch = pytest.importorskip("torch", reason="the hooks run on torch tensors")
 
 
 def pytest_configure(config):
@@ -57,7 +59,8 @@ def flashinfer(request, tmp_path_factory):
             patch.syspath_prepend(str(request.getfixturevalue("trees").patched))
         import flashinfer.mla
 
-        assert "mla_fp8kv" in Path(flashinfer.mla._batch_mla._wrapper.__file__).read_text()
+        wrapper = sys.modules[flashinfer.mla.BatchMLAPagedAttentionWrapper.__module__]
+        assert "mla_fp8kv" in Path(wrapper.__file__).read_text()
         yield flashinfer
 
 
@@ -78,6 +81,7 @@ class RecordingModule:
         return [len(self.plans)]
 
     def plan_with_staged_workspace_bytes(self, *args):
+        """What 0.7 calls on upstream's modules."""
         return self.plan(*args), 0
 
     def run(self, *args):
@@ -85,7 +89,18 @@ class RecordingModule:
 
 
 @pytest.fixture
-def device(flashinfer, monkeypatch):
+def unpinned(monkeypatch):
+    """Wrappers pin memory, which torch refuses where there is no driver."""
+    empty = torch.empty
+
+    def empty_unpinned(*args, pin_memory=False, **kwargs):
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty_unpinned)
+
+
+@pytest.fixture
+def device(flashinfer, unpinned, monkeypatch):
     """Control of the pretended device: `device.sm = (major, minor)`, `device.modules` by key."""
 
     class Device:
@@ -99,31 +114,14 @@ def device(flashinfer, monkeypatch):
     pretended.modules = {}
     import mla_fp8kv.capability
     import mla_fp8kv.jit
-    from flashinfer.mla._batch_mla import _auto_policy, _wrapper
-    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
 
     def capability(_device=None):
         return pretended.sm
 
+    for place, name, value in stand_ins.upstream(capability, pretended.module):
+        monkeypatch.setattr(place, name, value)
     monkeypatch.setattr(mla_fp8kv.capability, "compute_capability", capability)
-    for module in (_auto_policy, _wrapper):
-        monkeypatch.setattr(module, "_get_compute_capability", capability)
-    monkeypatch.setattr(_fa_common, "get_compute_capability", capability)
-    for module in (_fa_common, _auto_policy):
-        monkeypatch.setattr(module, "is_sm90a_supported", lambda _: pretended.sm[0] == 9)
-    monkeypatch.setattr(_auto_policy, "is_sm120a_supported", lambda _: pretended.sm == (12, 0))
-    monkeypatch.setattr(_auto_policy, "is_sm121a_supported", lambda _: pretended.sm == (12, 1))
-    monkeypatch.setattr(_fa_common, "get_device_sm_count", lambda _: 132)
-    monkeypatch.setattr(_fa_common, "_get_fa_shared_memory_limits", lambda _: (233472, 232448))
-    for module in (fa2_backend, fa3_backend):
-        monkeypatch.setattr(module, "get_batch_mla_module", pretended.module)
     monkeypatch.setattr(
         mla_fp8kv.jit, "get_module", lambda dtype, kpe: pretended.module("fp8kv", dtype, kpe)
     )
-    empty = torch.empty
-
-    def empty_unpinned(*args, pin_memory=False, **kwargs):
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", empty_unpinned)
     return pretended

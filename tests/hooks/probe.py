@@ -12,6 +12,11 @@ from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
+
+import stand_ins  # noqa: E402
+from flashinfer_base import FLAT  # noqa: E402
+
 warnings.simplefilter("ignore")
 
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -38,7 +43,7 @@ def specs():
             spec.extra_cflags,
             spec.extra_cuda_cflags,
             spec.extra_include_dirs,
-            type(spec.post_load_adapter).__name__,
+            type(getattr(spec, "post_load_adapter", None)).__name__,
         ]
     return answers
 
@@ -60,9 +65,12 @@ class Recorder:
     def __init__(self, *key):
         self.log = [[str(part) for part in key]]
 
-    def plan_with_staged_workspace_bytes(self, *args):
+    def plan(self, *args):
         self.log.append(["plan", *map(describe, args)])
-        return [1, 2, 3], 16
+        return [1, 2, 3]
+
+    def plan_with_staged_workspace_bytes(self, *args):
+        return self.plan(*args), 16
 
     def run(self, *args):
         self.log.append(["run", *map(describe, args)])
@@ -70,26 +78,14 @@ class Recorder:
 
 def pretend(sm):
     """Stand-ins for the device and the compiled modules; returns the list of modules made."""
-    from flashinfer.mla._batch_mla import _auto_policy, _wrapper
-    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
-
     made = []
 
     def module(*key):
         made.append(Recorder(*key))
         return made[-1]
 
-    for target in (_auto_policy, _wrapper):
-        target._get_compute_capability = lambda _: sm
-    _fa_common.get_compute_capability = lambda _: sm
-    _fa_common.get_device_sm_count = lambda _: 132
-    _fa_common._get_fa_shared_memory_limits = lambda _: (233472, 232448)
-    for target in (_fa_common, _auto_policy):
-        target.is_sm90a_supported = lambda _: sm[0] == 9
-    _auto_policy.is_sm120a_supported = lambda _: sm == (12, 0)
-    _auto_policy.is_sm121a_supported = lambda _: sm == (12, 1)
-    for target in (fa2_backend, fa3_backend):
-        target.get_batch_mla_module = module
+    for place, name, value in stand_ins.upstream(lambda: sm, module):
+        setattr(place, name, value)
     return made
 
 
@@ -110,15 +106,16 @@ def call(backend, q, kv, causal, scales):
     pool = torch.zeros(64, 1, 576 * kv.itemsize, dtype=torch.uint8).view(kv)
     tensors = query[..., :512], query[..., 512:], pool[..., :512], pool[..., 512:]
     out = wrapper.run(*tensors, **scales)
-    attributes = [describe(getattr(wrapper, name)) for name in (
+    attributes = [describe(getattr(wrapper, name, "absent")) for name in (
         "_int_workspace_buffer", "_kv_indices_buf", "_plan_info", "_causal", "_page_size",
         "_backend", "_planned_backend_name",
     )]  # fmt: skip
-    return [describe(out), attributes, type(wrapper._planned_backend).__name__]
+    planned = getattr(wrapper, "_planned_backend", None)
+    return [describe(out), attributes, type(planned).__name__]
 
 
 def calls():
-    """What 16-bit plans, and FP8 plans of an explicit FA3, hand to the compiled modules.
+    """What 16-bit plans, and FP8 plans of an explicit FA3 on 0.7, hand to the compiled modules.
 
     Also the modules of ours that were imported by the time the 16-bit plans were through.
     """
@@ -134,7 +131,7 @@ def calls():
             if arguments[0] != "fa3" or sm == (9, 0):
                 record(answers, sm, arguments)
     imported = sorted(name for name in sys.modules if name.startswith("mla_fp8kv"))
-    for arguments in fp8:
+    for arguments in [] if FLAT else fp8:
         record(answers, (9, 0), arguments)
     return answers, imported
 
@@ -147,7 +144,9 @@ def record(answers, sm, arguments):
 
 
 def refusals():
-    """Sentences of 16-bit and explicit-FA3 plans that upstream refuses."""
+    """Sentences of 16-bit and explicit-FA3 plans that upstream refuses; 0.6 refuses nothing."""
+    if FLAT:
+        return {}
     pretend((9, 0))
     answers = {}
     for label, arguments in {

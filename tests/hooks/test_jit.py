@@ -8,6 +8,7 @@ import mla_fp8kv
 import pytest
 import torch
 from calls import BF16, E4M3, E5M2
+from flashinfer_base import FLAT
 
 PACKAGE = Path(mla_fp8kv.__file__).resolve().parent
 KERNEL = PACKAGE / "kernel"
@@ -101,6 +102,8 @@ def test_modules_are_loaded_once(jit, monkeypatch):
 
     class Spec:
         name = "module"
+        is_aot = True
+        plan = run = forget = None
 
         def build_and_load(self):
             made.append(self)
@@ -115,11 +118,36 @@ def test_modules_are_loaded_once(jit, monkeypatch):
     jit._load.cache_clear()
 
 
+def test_the_build_file_of_an_earlier_installation_is_replaced(
+    jit, flashinfer, monkeypatch, tmp_path
+):
+    """FlashInfer 0.6 would keep it, with the sources and flags of then."""
+    from flashinfer.jit import env as jit_env
+
+    monkeypatch.setattr(jit_env, "FLASHINFER_JIT_DIR", tmp_path)
+    spec = jit.gen_module(E4M3, 64)
+    spec.ninja_path.parent.mkdir()
+    spec.ninja_path.write_text("old\n")
+    seen = []
+
+    def build_and_load(self):
+        seen.append(self.ninja_path.read_text())
+        raise OSError("enough")
+
+    monkeypatch.setattr(type(spec), "build_and_load", build_and_load)
+    jit._load.cache_clear()
+    with pytest.raises(RuntimeError, match="enough"):
+        jit.get_module(E4M3, 64)
+    (text,) = seen
+    assert all(str(path) in text for path in spec.sources) and "-DMLA_FP8KV_KPE=64" in text
+
+
 def test_a_cache_that_cannot_be_written_is_named(jit, flashinfer, monkeypatch):
     from flashinfer.jit import env as jit_env
 
     class Spec:
         name = "mla_fp8kv_1_kv_e4m3_kpe_64"
+        is_aot = True
 
         def build_and_load(self):
             raise PermissionError(13, "Permission denied")
@@ -150,10 +178,10 @@ def test_importing_the_package_imports_nothing_heavy():
     assert run_python(code, PACKAGE.parent) == []
 
 
-def test_importing_the_backend_leaves_the_gpu_alone(trees, tmp_path):
+def test_importing_the_hooks_leaves_the_gpu_alone(trees, tmp_path):
     code = (
         f"import os; os.environ['FLASHINFER_WORKSPACE_BASE'] = {str(tmp_path)!r}\n"
-        "import torch, mla_fp8kv.jit, mla_fp8kv.backend\n"
+        f"import torch, mla_fp8kv.jit, mla_fp8kv.{'flat_wrapper' if FLAT else 'backend'}\n"
         "print(torch.cuda.is_initialized())"
     )
     assert run_python(code, trees.patched, PACKAGE.parent) == ["False"]

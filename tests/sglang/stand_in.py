@@ -152,6 +152,42 @@ class CpuMlaWrapper:
         return (out, lse) if return_lse else out
 
 
+class CpuModule:
+    """A compiled MLA module's plan() and run() on the CPU, as FlashInfer's real wrapper calls them.
+
+    As on the GPU, the integer workspace carries a plan: run() reads what the last plan() for its
+    workspace wrote, whatever plan_info it is given.
+    """
+
+    def __init__(self):
+        self.plans, self.runs = {}, 0
+
+    def plan(self, float_workspace, int_workspace, pinned, qo_indptr, kv_indptr, kv_len, *_):
+        metadata = (qo_indptr, kv_indptr, kv_len)
+        assert all(tensor.device.type == "cpu" for tensor in metadata)
+        self.plans[int_workspace.data_ptr()] = tuple(tensor.clone() for tensor in metadata)
+        return [0]
+
+    def plan_with_staged_workspace_bytes(self, *arguments):
+        """What 0.7 calls on upstream's modules."""
+        return self.plan(*arguments), 0
+
+    def forget(self, int_workspace):
+        self.plans.pop(int_workspace.data_ptr(), None)
+
+    def run(self, float_workspace, int_workspace, plan_info, q_nope, q_pe, ckv, kpe, *arguments):
+        kv_indices, out, lse, mask_mode, heads, page_size, sm_scale = arguments[:7]
+        assert (heads, page_size) == (q_nope.shape[1], 1)
+        wrapper = CpuMlaWrapper(None)
+        wrapper._q_data_type, wrapper._kv_data_type = q_nope.dtype, ckv.dtype
+        wrapper._causal, wrapper._sm_scale = bool(mask_mode), sm_scale
+        wrapper._kv_indices_buf = kv_indices
+        qo_indptr, kv_indptr, kv_len = self.plans[int_workspace.data_ptr()]
+        wrapper._module_plan(None, None, None, qo_indptr, kv_indptr, kv_len, None, None, None)
+        wrapper.run(q_nope, q_pe, ckv, kpe, out=out)
+        self.runs += 1
+
+
 def _rows(cache, slots):
     """The rows [len(slots), width] of a [slots, 1, width] cache, widened after the gather."""
     raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

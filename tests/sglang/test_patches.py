@@ -1,45 +1,24 @@
 """The source patches: they fit the real files, and do what the plug-in does."""
 
 import hashlib
-import json
-import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+import releases
 from mla_fp8kv import installed, sglang_patch, sglang_source
 from mla_fp8kv_build import overlay
 
-FILE = "sglang/srt/layers/attention/flashinfer_mla_backend.py"
+FILE = releases.BACKEND
 VERSIONS = sorted(sglang_patch.available())
 
 
 @pytest.fixture(scope="session")
 def wheels():
     """Backend file of each release, from the real wheels."""
-    from mla_fp8kv_build.paths import cache as cache_dir
-
-    cache = cache_dir() / "downloads" / "sglang"
-    found = {}
-    for version in VERSIONS:
-        if not list((cache / version).glob("*.whl")):
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"),
-                    *("--only-binary=:all:", "--dest", str(cache / version), f"sglang=={version}"),
-                ],
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                pytest.skip(f"sglang {version} cannot be downloaded: {done.stderr.strip()[-200:]}")
-        (wheel,) = (cache / version).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            found[version] = archive.read(FILE)
-    return found
+    return {version: releases.backend_file(version) for version in VERSIONS}
 
 
 @pytest.fixture
@@ -192,37 +171,3 @@ def test_wheel_carries_the_patches():
     for file in (repository / "patches" / "sglang").glob("*/*.patch"):
         name = f"mla_fp8kv/{file.relative_to(repository).as_posix()}"
         assert shipped[name] == file.read_bytes()
-
-
-def run_0_5_9(tmp_path, name, text):
-    """What 0.5.9's backend file with this text does with pools of each dtype."""
-    pytest.importorskip("torch")
-    tree = tmp_path / name
-    file = tree / FILE
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
-    for folder in file.relative_to(tree).parents[:-1]:
-        (tree / folder / "__init__.py").touch()
-    script = Path(__file__).with_name("run_0_5_9.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(tree)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-def test_patched_0_5_9_casts_no_pool(wheels, tmp_path):
-    text = wheels["0.5.9"].decode()
-    before = run_0_5_9(tmp_path, "released", text)
-    patch = sglang_patch.Patch(sglang_patch.available()["0.5.9"])
-    after = run_0_5_9(tmp_path, "patched", patch.apply(text))
-    for name, dtype in (("e4m3", "torch.float8_e4m3fn"), ("e5m2", "torch.float8_e5m2")):
-        assert before[name]["casts"] > 0 and before[name]["run"] == ["torch.bfloat16"]
-        assert after[name]["casts"] == 0 and after[name]["run"] == [dtype]
-        assert after[name]["planned"] == [f"torch.bfloat16 {dtype}"]
-        assert after[name]["outputs"] == before[name]["outputs"]
-    assert after["bf16"] == before["bf16"]
-    assert after["packed rows"] == "torch.bfloat16"

@@ -14,41 +14,6 @@ import steps  # noqa: E402
 from test_plugin import backend_of, replaced  # noqa: E402
 
 
-class CpuModule:
-    """The MLA module's interface, plan() and run(), on the CPU.
-
-    As on the GPU, the integer workspace carries a plan: run() reads what the last plan() for its
-    workspace wrote, whatever plan_info it is given.
-    """
-
-    def __init__(self):
-        self.plans, self.runs = {}, 0
-
-    def plan(self, float_workspace, int_workspace, pinned, qo_indptr, kv_indptr, kv_len, *_):
-        metadata = (qo_indptr, kv_indptr, kv_len)
-        assert all(tensor.device.type == "cpu" for tensor in metadata)
-        self.plans[int_workspace.data_ptr()] = tuple(tensor.clone() for tensor in metadata)
-        return [0]
-
-    def plan_with_staged_workspace_bytes(self, *arguments):
-        return self.plan(*arguments), 0
-
-    def forget(self, int_workspace):
-        self.plans.pop(int_workspace.data_ptr(), None)
-
-    def run(self, float_workspace, int_workspace, plan_info, q_nope, q_pe, ckv, kpe, *arguments):
-        kv_indices, out, lse, mask_mode, heads, page_size, sm_scale = arguments[:7]
-        assert (heads, page_size) == (steps.HEADS, 1)
-        wrapper = stand_in.CpuMlaWrapper(None)
-        wrapper._q_data_type, wrapper._kv_data_type = q_nope.dtype, ckv.dtype
-        wrapper._causal, wrapper._sm_scale = bool(mask_mode), sm_scale
-        wrapper._kv_indices_buf = kv_indices
-        qo_indptr, kv_indptr, kv_len = self.plans[int_workspace.data_ptr()]
-        wrapper._module_plan(None, None, None, qo_indptr, kv_indptr, kv_len, None, None, None)
-        wrapper.run(q_nope, q_pe, ckv, kpe, out=out)
-        self.runs += 1
-
-
 @pytest.fixture
 def cpu_module(module, monkeypatch):
     """Our wheel's wrapper in SGLang's module, on a pretended SM89, with CpuModule behind it."""
@@ -65,7 +30,7 @@ def cpu_module(module, monkeypatch):
         (_fa_common, "get_compute_capability"),
     ):
         monkeypatch.setattr(place, name, lambda _=None: (8, 9))
-    made = CpuModule()
+    made = stand_in.CpuModule()
     monkeypatch.setattr(mla_fp8kv.jit, "get_module", lambda dtype, kpe: made)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper
     monkeypatch.setattr(module, "BatchMLAPagedAttentionWrapper", wrapper)
