@@ -24,8 +24,11 @@ namespace h = mla_fp8kv::host;
 
 constexpr uint32_t kFullMask = 0xffffffffu;
 
+inline void trap() { h::current->abort("trap"); }
+
 // ---- where am I
 MLA_DEVICE int thread_index() { return h::current->thread(); }
+MLA_DEVICE int warp_index() { return h::current->thread() / h::kLanes; }
 MLA_DEVICE int block_index() { return h::current->block_x(); }
 MLA_DEVICE int block_index_y() { return h::current->block_y(); }
 MLA_DEVICE int grid_size() { return h::current->launch().grid_x; }
@@ -54,6 +57,10 @@ T load_global(const char* op, const T* p) {
 template <class T>
 MLA_DEVICE T ld_const(const T* p) {
   return load_global("ld_const", p);
+}
+template <class T>
+MLA_DEVICE T ld_plan(const T* p) {
+  return load_global("ld_plan", p);
 }
 template <class T>
 MLA_DEVICE T ld_fresh(const T* p) {
@@ -160,6 +167,70 @@ inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
         }
       });
 }
+
+// ---- tensor core, four warps at once. A product is executed when its group is waited for, as late
+// as it may be: what the kernel does to registers and shared memory in between shows.
+#define MLA_FP8KV_HAS_WGMMA 1
+
+MLA_DEVICE uint64_t wgmma_matrix(uint32_t address_16, uint32_t k_stride, uint32_t row_stride) {
+  return uint64_t{row_stride >> 4} << 32 | (((k_stride >> 4) << 16) + address_16);
+}
+
+// The two fragment registers of row tile n, of matrix `b`, for one lane.
+inline void wgmma_fragment(h::Block& block, const h::AsyncProduct& product, int n, int thread,
+                           uint32_t (&fragment)[2]) {
+  const int g = thread % h::kLanes / 4, t = thread % 4;
+  const auto address = static_cast<uint32_t>(product.b & 0x3fff) << 4;
+  const auto k_stride = static_cast<uint32_t>(product.b >> 16 & 0x3fff) << 4;
+  const auto row_stride = static_cast<uint32_t>(product.b >> 32 & 0x3fff) << 4;
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t core = address + half * k_stride + n * row_stride;
+    uint16_t pair[2];
+    for (int i = 0; i < 2; ++i) {
+      const int k = 2 * t + i;
+      const uint32_t at = core + (product.rows_major ? 16 * k + 2 * g : 16 * g + 2 * k);
+      const uint8_t* word = block.shared.read_async("wgmma", at & ~3u, thread);
+      std::memcpy(&pair[i], word + (at & 2), 2);
+    }
+    fragment[half] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+  }
+}
+
+inline void execute_wgmma(h::Block& block, h::AsyncProduct* const* lanes, int first) {
+  for (int n = 0; n < lanes[0]->row_tiles; ++n) {
+    float c[h::kLanes][4];
+    uint32_t a[h::kLanes][4], b[h::kLanes][2];
+    for (int lane = 0; lane < h::kLanes; ++lane) {
+      const h::AsyncProduct& product = *lanes[lane];
+      if (std::memcmp(product.a, product.a_at_issue, sizeof product.a_at_issue) != 0) {
+        block.fault("registers of a wgmma changed before it was waited for");
+      }
+      std::memcpy(a[lane], product.a_at_issue, sizeof a[lane]);
+      std::memcpy(c[lane], product.d + 4 * n, sizeof c[lane]);
+      wgmma_fragment(block, product, n, first + lane, b[lane]);
+    }
+    h::mma_m16n8k16_f16(c, a, b);
+    for (int lane = 0; lane < h::kLanes; ++lane) {
+      std::memcpy(lanes[lane]->d + 4 * n, c[lane], sizeof c[lane]);
+    }
+  }
+}
+
+template <bool RowsMajor, int RowTiles>
+void wgmma(float (&d)[RowTiles][4], const uint32_t (&a)[4], uint64_t b) {
+  h::AsyncProduct product{&d[0][0], a, {a[0], a[1], a[2], a[3]}, b, RowTiles, RowsMajor};
+  h::current->issue_product(product);
+}
+MLA_DEVICE uint32_t not_hoisted(uint32_t v) { return v; }
+inline void wgmma_begin() { h::current->begin_products(); }
+inline void wgmma_commit() { h::current->commit_products(); }
+template <int Pending>
+void wgmma_wait() {
+  h::current->wait_products(Pending, &execute_wgmma);
+}
+template <int RowTiles>
+MLA_DEVICE void wgmma_result(float (&)[RowTiles][4]) {}
+inline void publish_to_wgmma() { h::current->shared.publish(thread_index()); }
 
 // ---- conversions and arithmetic
 #if MLA_FP8KV_HAS_CVT_E4M3

@@ -8,9 +8,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "kernel.cuh"
 #include "merge.cuh"
 #include "plan.h"
+#include "wgmma_kernel.cuh"
 
 namespace host = mla_fp8kv::host;
 using namespace mla_fp8kv;
@@ -76,7 +76,8 @@ Params make_params(const Call& call) {
 void attend(const Call& call, host::Report& report, host::ConflictCounts& counts) {
   // The tile the plan chose; with group scales, T may have fewer rows and do it in parts.
   constexpr int64_t kPlanRows = MLA_FP8KV_PLAN_ROWS, kPartialElement = T::kGroupScales ? 4 : 2;
-  const TileShape tile = make_tile_shape(kPlanRows, MLA_FP8KV_PLAN_TOKENS, T::kCtasPerSm, T::kWgmma);
+  const TileShape tile =
+      make_tile_shape(kPlanRows, MLA_FP8KV_PLAN_TOKENS, T::kCtasPerSm, T::kWgmma);
   const PlanInput input{call.qo_indptr, call.kv_indptr, call.kv_len,
                         call.batch,     call.heads,     call.causal != 0};
   const int64_t slots = max_slots(call.grid);

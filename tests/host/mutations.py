@@ -32,6 +32,7 @@ PLACED = [VARIANT.format("Rows8", "e4m3 placed")]
 SCALED = [VARIANT.format("Rows8", "scales")]
 SPLIT = ["test_variants[Rows8, e4m3, grid 40]"]
 SHARED_LOADS = [VARIANT.format("Rows32", "e4m3")]  # its warps read rows that others fetched
+WGMMA = [VARIANT.format("WgmmaRows64", "e4m3")]
 TWO_BLOCKS = [VARIANT.format("Rows64", "e4m3")]  # its warps take two token blocks
 
 
@@ -147,16 +148,16 @@ MUTATIONS = [
     ),
     Mutation(
         "last tile taken for a full one",
-        "kernel.cuh",
-        "position + T::kTokens > (",
-        "position + T::kTokens > 1 + (",
+        "attend.cuh",
+        "position + T::kTokens <= (",
+        "position + T::kTokens <= 1 + (",
         ["test_kv_len_at_tile_edges[Rows8, 63 tokens]"],
     ),
     Mutation(
         "causal end of the first row taken for the end of the tile",
-        "kernel.cuh",
-        "static_cast<int>(divide(item.row_begin, p.heads))",
-        "static_cast<int>(divide(item.row_begin + T::kRows - 1, p.heads))",
+        "attend.cuh",
+        "static_cast<int>(divide(item.row_begin, p_.heads))",
+        "static_cast<int>(divide(item.row_begin + T::kRows - 1, p_.heads))",
         ["test_causal[Rows64, q 2, kv 64]"],
     ),
     Mutation(
@@ -377,7 +378,7 @@ MUTATIONS = [
     Mutation(
         "barrier after rewriting P dropped",
         "attend.cuh",
-        "softmax(buffer); ptx::sync_block();",
+        "softmax(buffer); if constexpr (T::kWgmma) ptx::publish_to_wgmma(); ptx::sync_block();",
         "softmax(buffer);",
         E4M3,
     ),
@@ -465,6 +466,98 @@ MUTATIONS = [
         "ptx::sync_block(); if (ptx::thread_index() < kLanes)",
         "if (ptx::thread_index() < kLanes)",
         ["test_split_kv[Rows8, 40 partials]"],
+    ),
+    # ---- wgmma
+    Mutation(
+        "wgmma: P not published to the tensor core",
+        "wgmma_kernel.cuh",
+        "ptx::publish_to_wgmma();",
+        "",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: Q not published to the tensor core",
+        "attend.cuh",
+        "if constexpr (T::kWgmma) ptx::publish_to_wgmma(); ptx::sync_block(); #pragma unroll",
+        "ptx::sync_block();",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: P of one row tile in the place of another",
+        "attend.cuh",
+        "(row_group_ * T::kQkRowTiles + n) * kCoreBytes + 4 * lane_;",
+        "(row_group_ * T::kQkRowTiles + (n ^ 1)) * kCoreBytes + 4 * lane_;",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: the k-steps of K in the making overwrite those in use",
+        "attend.cuh",
+        "if (i + 1 < kGroups) widen(k[(i + 1) & 1]);",
+        "if (i + 1 < kGroups) widen(k[i & 1]);",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: widened before the group that used the registers is done",
+        "attend.cuh",
+        "ptx::wgmma_wait<1>(); if (k + 1 < T::kTokenBlocks)",
+        "if (k + 1 < T::kTokenBlocks)",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: scores read before the last group is done",
+        "attend.cuh",
+        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); if constexpr",
+        "if constexpr",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: the other warpgroup's rows of Q",
+        "attend.cuh",
+        "row_group_ * T::kQkRowTiles * kCoreBytes) >> 4",
+        "(row_group_ ^ 1) * T::kQkRowTiles * kCoreBytes) >> 4",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: P not transposed",
+        "attend.cuh",
+        "ptx::wgmma<true>",
+        "ptx::wgmma<false>",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: the next tile not waited for",
+        "wgmma_kernel.cuh",
+        "ptx::cp_async_wait<0>();",
+        "",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: refilled from the first tile on",
+        "wgmma_kernel.cuh",
+        "[&] { if (!first_tile) loader.refill(slot); }",
+        "[&] { loader.refill(slot); }",
+        ["test_no_bank_conflicts[e4m3-WgmmaRows64]"],
+    ),
+    Mutation(
+        "wgmma: the softmax of the next tile into the P in use",
+        "wgmma_kernel.cuh",
+        "attend.softmax(buffer ^ 1, i)",
+        "attend.softmax(buffer, i)",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: a barrier that does not hand over P",
+        "wgmma_kernel.cuh",
+        "if (ptx::sync_block_or(exceeds))",
+        "if (ptx::any(exceeds))",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: kpe without its scale",
+        "attend.cuh",
+        "ptx::wgmma_result(score_[0]); scale_all(score_, p_.pe_ratio);",
+        "ptx::wgmma_result(score_[0]);",
+        ["test_scales[unequal, e4m3 placed, WgmmaRows64]"],
     ),
 ]
 

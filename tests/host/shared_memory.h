@@ -48,7 +48,8 @@ class SharedMemory {
         warps_(warps),
         data_(bytes, kPoison),
         words_(bytes / 4),
-        touched_(words_.size() * warps) {}
+        touched_(words_.size() * warps),
+        published_(warps * kLanes, 0) {}
 
   Clocks clocks;
 
@@ -71,6 +72,18 @@ class SharedMemory {
     }
     return p;
   }
+
+  // What the tensor core reads by itself, 4 bytes: their writer must have published them before the
+  // barrier.
+  const uint8_t* read_async(const char* op, uint32_t address, int thread) {
+    const Word& w = words_[first_word(address)];
+    const uint8_t* p = read(op, address, 4, thread);
+    if (w.state == kWritten && published_[w.writer] == w.published) {
+      report_.fault(std::string(op) + " reads what " + w.written_by + " wrote and did not publish");
+    }
+    return p;
+  }
+  void publish(int thread) { ++published_[thread]; }
 
   // An atomic operation on 4 bytes whose result nobody gets: they do not race with each other.
   uint8_t* update(const char* op, uint32_t address, int thread) {
@@ -113,7 +126,8 @@ class SharedMemory {
   struct Word {
     State state = kUnwritten;
     int16_t writer = 0;
-    uint32_t clock = 0;  // of the writer's warp when it wrote; 0: never
+    uint32_t clock = 0;      // of the writer's warp when it wrote; 0: never
+    uint32_t published = 0;  // how often the writer had published by then
     const char* written_by = "";
     const char* read_by = "";
     const char* updated_by = nullptr;
@@ -150,6 +164,7 @@ class SharedMemory {
     w.state = state;
     w.writer = static_cast<int16_t>(thread);
     w.clock = clocks.of(thread);
+    w.published = published_[thread];
     w.written_by = op;
   }
   void begin_write(const char* op, uint32_t word, int thread, State state) {
@@ -205,7 +220,8 @@ class SharedMemory {
   const int warps_;
   std::vector<uint8_t> data_;
   std::vector<Word> words_;
-  std::vector<Touched> touched_;  // [word][warp]
+  std::vector<Touched> touched_;     // [word][warp]
+  std::vector<uint32_t> published_;  // [thread]
 };
 
 }  // namespace mla_fp8kv::host

@@ -36,6 +36,16 @@ struct Launch {
   int workers = 1;  // threads of the CPU
 };
 
+// A wgmma, as one lane issued it.
+struct AsyncProduct {
+  float* d;           // [row_tiles][4]
+  const uint32_t* a;  // [4], must keep what it holds until the product is waited for
+  uint32_t a_at_issue[4];
+  uint64_t b;
+  int row_tiles;
+  bool rows_major;
+};
+
 class Block;
 inline thread_local Block* current = nullptr;
 
@@ -61,6 +71,10 @@ class Block {
     Fiber::change(main_, lanes_[thread_].fiber);
     current = nullptr;
     const auto waited = [](const Lane& lane) { return lane.waited; };
+    const auto idle = [](const Lane& lane) { return lane.products.empty(); };
+    if (!aborted_ && !std::all_of(lanes_.begin(), lanes_.end(), idle)) {
+      report_.fault("a block exits with a wgmma that nobody waited for");
+    }
     if (!aborted_ && !std::all_of(lanes_.begin(), lanes_.end(), waited)) {
       report_.fault("a block exits and never called wait_for_previous_kernel");
     }
@@ -147,6 +161,29 @@ class Block {
     for (size_t& end : lane.group_ends) end -= count;
   }
 
+  // ---- wgmma: a product is executed, by all lanes of the warp, when it is waited for
+  void begin_products() { lanes_[thread_].products_begun = true; }
+  void issue_product(const AsyncProduct& product) {
+    Lane& lane = lanes_[thread_];
+    if (!lane.products_begun) report_.fault("wgmma without wgmma_begin before its group");
+    lane.products.push_back(product);
+  }
+  void commit_products() {
+    Lane& lane = lanes_[thread_];
+    lane.products_begun = false;
+    lane.product_ends.push_back(lane.products.size());
+  }
+  void wait_products(size_t pending, void (*execute)(Block&, AsyncProduct* const*, int)) {
+    Lane& lane = lanes_[thread_];
+    if (lane.product_ends.size() <= pending) return;
+    const size_t groups = lane.product_ends.size() - pending;
+    const size_t count = lane.product_ends[groups - 1];
+    for (size_t i = 0; i < count; ++i) collective("wgmma", lane.products[i], execute);
+    lane.products.erase(lane.products.begin(), lane.products.begin() + count);
+    lane.product_ends.erase(lane.product_ends.begin(), lane.product_ends.begin() + groups);
+    for (size_t& end : lane.product_ends) end -= count;
+  }
+
   // ---- global memory
   void read_global(const char* op, const void* p, uint32_t bytes) {
     global_.check_read(op, p, bytes, lanes_[thread_].waited, report_);
@@ -177,6 +214,9 @@ class Block {
     bool waited = false;
     std::vector<Copy> copies;
     std::vector<size_t> group_ends;  // of the committed groups, in `copies`
+    bool products_begun = false;
+    std::vector<AsyncProduct> products;
+    std::vector<size_t> product_ends;
   };
   struct Warp {
     uint32_t runnable = kAllLanes;

@@ -211,8 +211,8 @@ class Attend {
     constexpr int kPeGroups = T::kKpeDim / 64;
     const auto dims = [](int i) { return i < kPeGroups ? kGroups - kPeGroups + i : i - kPeGroups; };
     const uint32_t tile = tile_address(slot) + token_group_ * T::kBlockRows * T::kKvRowBytes;
-    const uint32_t q_16 = ptx::not_hoisted(
-        (shared_ + T::kQOffset + row_group_ * T::kQkRowTiles * kCoreBytes) >> 4);
+    const uint32_t q_16 =
+        ptx::not_hoisted((shared_ + T::kQOffset + row_group_ * T::kQkRowTiles * kCoreBytes) >> 4);
     NanFinder nan[2];
     uint32_t word[2][4];  // each: rows g and g+8 of one k-step, rows g and g+8 of the next
     uint32_t k[2][4][4];  // four k-steps in use by the tensor core, four in the making
@@ -220,13 +220,13 @@ class Attend {
       ptx::ldmatrix_x4(word[0], tile + even_ + dims(i) * 64);
       ptx::ldmatrix_x4(word[1], tile + odd_ + dims(i) * 64);
     };
-    const auto widen = [&](uint32_t(&to)[4][4]) {
+    const auto widen = [&](uint32_t (&to)[4][4]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if constexpr (Widen<F, D>::kHidesNan) nan[j & 1].look(word[i][j]);
-          uint32_t(&step)[4] = to[2 * i + (j >> 1)];
+          uint32_t (&step)[4] = to[2 * i + (j >> 1)];
           Widen<F, D>::k_word(word[i][j], step[j & 1], step[(j & 1) + 2]);
         }
     };
@@ -428,19 +428,20 @@ class Attend {
     }
     const uint32_t p_16 = (shared_ + T::kPOffset + buffer * T::kPBytes) >> 4;
     uint32_t word[2][4];  // each: tokens 0..7 and 8..15 of 16 dims, then of the next 16
-    uint32_t v[2][4][4];  // a k-step's four blocks of dims in use by the tensor core, four in the making
+    uint32_t v[2][4]
+              [4];  // a k-step's four blocks of dims in use by the tensor core, four in the making
     const auto fetch = [&](int k) {
       const uint32_t at = tile + k * T::kBlockRows * T::kKvRowBytes;
       ptx::ldmatrix_x4_trans(word[0], at + even_);
       ptx::ldmatrix_x4_trans(word[1], at + odd_);
     };
-    const auto widen = [&](uint32_t(&to)[4][4]) {
+    const auto widen = [&](uint32_t (&to)[4][4]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           // Row g of the MMA is dim 2g of the block, row g+8 is dim 2g+1.
-          uint32_t(&block)[4] = to[2 * i + (j >> 1)];
+          uint32_t (&block)[4] = to[2 * i + (j >> 1)];
           Widen<F, D>::v_word(word[i][j], block[2 * (j & 1)], block[2 * (j & 1) + 1]);
         }
     };

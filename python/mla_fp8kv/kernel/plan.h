@@ -43,8 +43,7 @@ struct TileShape {
 };
 
 // Costs relative to 64 tokens for 8 rows, as measured on one H200 with 32 requests of 8192 tokens.
-constexpr TileShape make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm,
-                                    bool wgmma) {
+constexpr TileShape make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, bool wgmma) {
   const float wide = wgmma ? (rows <= 32 ? 1.5f : 1.9f) : (rows <= 32 ? 1.6f : 2.6f);
   const float per_64_tokens = rows <= 8 ? 1.0f : rows <= 16 ? 1.12f : wide;
   return {rows, tokens, ctas_per_sm, per_64_tokens * static_cast<float>(tokens) / 64,

@@ -111,8 +111,8 @@ struct Tile {
                 "a warp's dims must lie in one scale group");
 };
 
-// A tile whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q and
-// P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
+// A tile whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q
+// and P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
 template <int Rows, int KpeDim>
 struct WgmmaTile : Tile<Rows, 8, 64, 3, 1, 1, KpeDim> {
   static constexpr bool kWgmma = true;
@@ -122,9 +122,9 @@ struct WgmmaTile : Tile<Rows, 8, 64, 3, 1, 1, KpeDim> {
 
 // The shipped tiles, fewest rows first. 64 rows need the 227 KB of SM90 and SM100; the others fit
 // every GPU, 99 KB parts included. SM90 takes the wgmma tiles instead of those of as many rows
-// (measured there: up to 16 rows they are no faster). With group scales, sums of one group and of all groups do not
-// both fit the registers beside 32 or 64 rows of output: there, CTAs of 16 rows share the items
-// (see attention_kernel).
+// (measured there: up to 16 rows they are no faster). With group scales, sums of one group and of
+// all groups do not both fit the registers beside 32 or 64 rows of output: there, CTAs of 16 rows
+// share the items (see attention_kernel).
 template <int KpeDim>
 struct Tiles {
   using Rows8 = Tile<8, 4, 64, 4, 1, 2, KpeDim>;

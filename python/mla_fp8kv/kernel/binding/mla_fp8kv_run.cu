@@ -15,9 +15,9 @@
 #include <atomic>
 #include <cmath>
 
-#include "../kernel.cuh"
 #include "../merge.cuh"
 #include "../plan_registry.h"
+#include "../wgmma_kernel.cuh"
 #include "module.h"
 
 namespace mla_fp8kv {
