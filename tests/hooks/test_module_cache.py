@@ -3,31 +3,13 @@
 Everything here happens in processes of its own: FlashInfer reads its settings on import.
 """
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import mla_fp8kv
 import pytest
-import torch
-from mla_fp8kv_build import toolchain
-from mla_fp8kv_build.errors import BuildError
-
-PACKAGE = Path(mla_fp8kv.__file__).resolve().parents[1]
-
-LOAD = """
-import threading, torch, mla_fp8kv.jit
-
-def use():
-    mla_fp8kv.jit.get_module(torch.float8_e4m3fn, 64).forget(torch.zeros(1))
-    print("usable", flush=True)
-
-threads = [threading.Thread(target=use) for _ in range(2)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-"""
+from compiled import module_directory, settings
 
 SAY_WHY_NOT = """
 import torch, mla_fp8kv.jit
@@ -40,28 +22,16 @@ except Exception as error:
 
 @pytest.fixture
 def setting(flashinfer, tmp_path):
-    """Environment of a process that imports the package and compiles into tmp_path/workspace."""
-    root = Path(flashinfer.__file__).resolve().parents[1]
+    """Environment of a process that compiles into tmp_path/workspace."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), str(PACKAGE)]),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "workspace"),
-        "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
-        "TMPDIR": str(temporary),
-    }
+    return settings(flashinfer, tmp_path / "workspace") | {"TMPDIR": str(temporary)}
 
 
 @pytest.fixture
 def directory(flashinfer, tmp_path) -> Path:
     """Where the module of `setting` is compiled."""
-    from flashinfer.jit import env
-    from mla_fp8kv.jit import module_uri
-
-    cache = env.FLASHINFER_JIT_DIR.relative_to(env.FLASHINFER_BASE_DIR)
-    return tmp_path / "workspace" / cache / module_uri(torch.float8_e4m3fn, 64)
+    return module_directory(tmp_path / "workspace")
 
 
 def run(code, setting, *before) -> str:
@@ -81,40 +51,11 @@ def fake_toolkit(home: Path, compiling: str) -> str:
     return str(home)
 
 
-def test_two_processes_and_their_threads_compile_at_once(setting, tmp_path):
+def test_two_processes_and_their_threads_compile_at_once(compiled):
     """One compiles, the others wait and load what it made."""
-    try:
-        toolkit = toolchain.find()
-    except BuildError as error:
-        pytest.skip(f"no nvcc: {error}")
-    # This machine may have no driver to link with, so an empty libcuda stands in.
-    stub = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o", stub],
-        check=True,
-    )
-    (tmp_path / "libcuda.so").symlink_to(stub)
-    calls = tmp_path / "nvcc-calls"
-    counting = tmp_path / "nvcc"
-    counting.write_text(f'#!/bin/sh\necho call >> {calls}\nexec {toolkit.nvcc} "$@"\n')
-    counting.chmod(0o755)
-    setting |= {
-        "CUDA_HOME": str(toolkit.home),
-        "FLASHINFER_NVCC": str(counting),
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{tmp_path}",
-        "LD_LIBRARY_PATH": os.pathsep.join([str(tmp_path), str(toolkit.libraries)]),
-    }
-    command = [sys.executable, "-c", LOAD]
-    processes = [
-        subprocess.Popen(
-            command, env=setting, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        out, err = process.communicate(timeout=400)
-        assert process.returncode == 0 and out.split() == ["usable"] * 2, err[-2000:]
-    assert calls.read_text().split() == ["call"] * 2, "each of the two sources is compiled once"
+    for status, out, err in compiled.outputs:
+        assert status == 0 and out.split() == ["usable"] * 2, err[-2000:]
+    assert compiled.compiler_calls == 2, "each of the two sources is compiled once"
 
 
 @pytest.fixture
