@@ -124,6 +124,27 @@ class Binding:
         self._capturing.value = int(on)
 
 
+class BoundModule:
+    """The binding in the place of the loaded module; keeps what plan() and run() accepted."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self.plans = []
+        self.runs = []
+
+    def forget(self, int_workspace) -> None:
+        self.binding.module.forget(int_workspace)
+
+    def plan(self, *arguments):
+        info, _ = self.binding.module.plan(*arguments)
+        self.plans.append(arguments)
+        return info
+
+    def run(self, *arguments) -> None:
+        self.binding.module.run(*arguments)
+        self.runs.append(arguments)
+
+
 @pytest.fixture(scope="session")
 def loaded(compiled, tmp_path_factory) -> Binding:
     if torch.version.cuda:
@@ -149,3 +170,9 @@ def binding(loaded) -> Binding:
     loaded.capture(False)
     assert loaded.launches >= 0  # forget those of the test before
     return loaded
+
+
+@pytest.fixture
+def bound(device, binding) -> BoundModule:
+    """The compiled binding behind the wrapper, for e4m3 with 64 rope dims."""
+    return device.modules.setdefault(("fp8kv", torch.float8_e4m3fn, 64), BoundModule(binding))
