@@ -76,6 +76,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
                 "by backend='fa3'."
             )
         checks.workspace(workspace)
+        checks.softmax_scale(args.sm_scale)
         checks.indptr_lengths(csr.qo_indptr, csr.kv_indptr, csr.kv_len_arr)
         if args._use_cuda_graph:
             buffers = (

@@ -48,6 +48,7 @@ def plan(
     if use_profiler:
         raise ValueError("use_profiler=True is not supported with an FP8 KV cache.")
     checks.workspace(workspace)
+    checks.softmax_scale(sm_scale)
     checks.positive("num_heads", num_heads)
     checks.positive("page_size", page_size)
     metadata = {
