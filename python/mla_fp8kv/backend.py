@@ -22,6 +22,7 @@ from . import capability, checks
 from .planned import Fp8Plan
 
 _TWO_TENSORS = [torch.Tensor, torch.Tensor]
+_NOTHING_UNUSUAL = (None,) * 8
 
 
 class Fp8InputContract(MLAInputContract):
@@ -75,6 +76,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
                 "by backend='fa3'."
             )
         checks.workspace(workspace)
+        checks.softmax_scale(args.sm_scale)
         checks.indptr_lengths(csr.qo_indptr, csr.kv_indptr, csr.kv_len_arr)
         if args._use_cuda_graph:
             buffers = (
@@ -135,11 +137,62 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         self._page_size = page_size
         self._sm_scale = sm_scale
 
-    def check_run_inputs(self, query: object, kv_cache: object) -> None:
-        """Refuse queries and caches that the plan does not fit; called at the start of run()."""
+    def run_or_check(
+        self,
+        contract,
+        query,
+        kv_cache,
+        out,
+        lse,
+        return_lse,
+        return_lse_base_on_e,
+        ckv_scale,
+        ckv_scale_arr,
+        kpe_scale,
+        *unusual,
+    ):
+        """The result of run(), or None when its own way of many checks has to be gone.
+
+        Called first, with all that was given to run(); of `unusual` an FP8 plan takes nothing.
+        ValueError for queries and caches that the plan does not fit.
+        """
+        lse_mode = "none"
+        if return_lse or lse is not None or return_lse_base_on_e:
+            lse_mode = "basee" if return_lse_base_on_e else "base2"
+        if (
+            lse_mode == contract.lse_mode
+            and unusual == _NOTHING_UNUSUAL
+            and type(query) is type(kv_cache) is tuple
+            and len(query) == len(kv_cache) == 2
+            and contract.query_layout == contract.kv_cache_layout == "split"
+        ):
+            result = self._fp8_plan.run_at_once(
+                *query,
+                *kv_cache,
+                out=out,
+                lse=lse,
+                return_lse=return_lse,
+                return_lse_base_on_e=return_lse_base_on_e,
+                ckv_scale=ckv_scale,
+                ckv_scale_arr=ckv_scale_arr,
+                kpe_scale=kpe_scale,
+                **self._planned_arguments(),
+            )
+            if result is not None:
+                return result
         plan = self._fp8_plan
         self._check_input(query, plan.check_query, plan.check_packed_query)
         self._check_input(kv_cache, plan.check_cache, plan.check_packed_cache)
+        return None
+
+    def _planned_arguments(self) -> dict:
+        return {
+            "kv_indices": self._kv_indices_buf,
+            "causal": self._causal,
+            "page_size": self._page_size,
+            "sm_scale": self._sm_scale,
+            "in_cuda_graph": self._use_cuda_graph,
+        }
 
     @staticmethod
     def _check_input(value, check_pair, check_packed) -> None:
@@ -154,14 +207,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
             check_pair(*pair)
 
     def _run_generated_fa(self, *, profiler_buffer, **arguments):
-        return self._fp8_plan.run(
-            kv_indices=self._kv_indices_buf,
-            causal=self._causal,
-            page_size=self._page_size,
-            sm_scale=self._sm_scale,
-            in_cuda_graph=self._use_cuda_graph,
-            **arguments,
-        )
+        return self._fp8_plan.run(**self._planned_arguments(), **arguments)
 
 
 class Fa3DefaultScales(_BatchMLAPagedAttentionFa3Backend):

@@ -106,6 +106,12 @@ def positive(name: str, value) -> None:
         raise ValueError(f"{name} must be a positive int, got {value}.")
 
 
+def softmax_scale(value) -> None:
+    """Check sm_scale, which CUDA graphs and runs take from the plan."""
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"sm_scale must be a finite number that is not negative, got {value}.")
+
+
 def metadata(name: str, value, device) -> None:
     """Check the form of a tensor of plan(), which is on the wrapper's device or on the CPU."""
     if value.dtype != torch.int32 or value.dim() != 1 or not value.is_contiguous():

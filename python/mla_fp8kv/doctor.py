@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import gpus, installed, sglang_source
+from . import gpus, installed, sglang_source, storage
 
 GOOD, NOTE, BAD = "ok", "note", "MISSING"
 _NEEDED_SHARED_BYTES = 101376  # the largest tile that every supported GPU has to hold
@@ -32,7 +32,7 @@ class Line:
 
 def lines() -> list[Line]:
     """Everything doctor has to say, in order."""
-    checks = (_gpus, _torch, _flashinfer, _prebuilt, _compiler, _modules, _sglang)
+    checks = (_gpus, _torch, _flashinfer, _prebuilt, _compiler, _cache, _modules, _sglang)
     return [line for check in checks for line in check()]
 
 
@@ -142,10 +142,28 @@ def _compiler() -> Iterator[Line]:
         yield Line("nvcc", GOOD, f"{release[1]}.{release[2]}, {nvcc}")
 
 
+def _cache_directory() -> Path:
+    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+    return base / ".cache" / "flashinfer"
+
+
+def _cache() -> Iterator[Line]:
+    """Importing FlashInfer already writes there, so even a compiled module does not help."""
+    directory = _cache_directory()
+    if reason := storage.fault(directory):
+        yield Line(
+            "cache",
+            BAD,
+            f"{storage.MEGABYTES} MB cannot be written to {directory} ({reason}); set "
+            "FLASHINFER_WORKSPACE_BASE to a directory that has room and can be written",
+        )
+    else:
+        yield Line("cache", GOOD, str(directory))
+
+
 def _module_files() -> list[Path]:
     """Compiled FP8 MLA modules in FlashInfer's cache and in the ahead-of-time places."""
-    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    places = [base / ".cache" / "flashinfer"]
+    places = [_cache_directory()]
     for package, folder in (("flashinfer", "data/aot"), ("flashinfer_jit_cache", "jit_cache")):
         if root := installed.package_dir(package):
             places.append(root / folder)

@@ -48,6 +48,7 @@ def plan(
     if use_profiler:
         raise ValueError("use_profiler=True is not supported with an FP8 KV cache.")
     checks.workspace(workspace)
+    checks.softmax_scale(sm_scale)
     checks.positive("num_heads", num_heads)
     checks.positive("page_size", page_size)
     metadata = {
@@ -109,29 +110,30 @@ def run(
     kpe_scale,
 ):
     """Run the wrapper's FP8 plan, with the arguments of its run(); scales of None mean 1.0."""
+    planned = wrapper._fp8_plan
+    tensors = (q_nope, q_pe, ckv_cache, kpe_cache)
+    arguments = {
+        "kv_indices": wrapper._kv_indices_buf,
+        "out": out,
+        "lse": lse,
+        "return_lse": return_lse,
+        "causal": wrapper._causal,
+        "page_size": wrapper._page_size,
+        "sm_scale": wrapper._sm_scale,
+        "return_lse_base_on_e": return_lse_base_on_e,
+        "ckv_scale": ckv_scale,
+        "ckv_scale_arr": ckv_scale_arr,
+        "kpe_scale": kpe_scale,
+        "in_cuda_graph": wrapper._use_cuda_graph,
+    }
+    result = planned.run_at_once(*tensors, **arguments)
+    if result is not None:
+        return result
     if ckv_scale is not None and ckv_scale_arr is not None:
         raise ValueError("ckv_scale or ckv_scale_arr is supported, got both.")
-    planned = wrapper._fp8_plan
     planned.check_query(q_nope, q_pe)
     planned.check_cache(ckv_cache, kpe_cache)
-    return planned.run(
-        q_nope,
-        q_pe,
-        ckv_cache,
-        kpe_cache,
-        kv_indices=wrapper._kv_indices_buf,
-        out=out,
-        lse=lse,
-        return_lse=return_lse,
-        causal=wrapper._causal,
-        page_size=wrapper._page_size,
-        sm_scale=wrapper._sm_scale,
-        return_lse_base_on_e=return_lse_base_on_e,
-        ckv_scale=ckv_scale,
-        ckv_scale_arr=ckv_scale_arr,
-        kpe_scale=kpe_scale,
-        in_cuda_graph=wrapper._use_cuda_graph,
-    )
+    return planned.run(*tensors, **arguments)
 
 
 def _check_pages(kv_indptr, kv_len_arr, page_size: int) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import JitSpec, gen_jit_spec
 
+from . import storage
 from .module import StagedModule
 
 KERNEL_DIR = Path(__file__).resolve().parent / "kernel"
@@ -80,11 +80,18 @@ def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool, loads: bool):
             with FileLock(spec.lock_path, thread_local=False):
                 spec.write_ninja()
         return StagedModule(spec.build_and_load())
-    except OSError as error:
-        raise RuntimeError(
-            f"The FP8 MLA module {spec.name} cannot be written to {jit_env.FLASHINFER_JIT_DIR} "
-            f"({error}); set FLASHINFER_WORKSPACE_BASE to a directory that can be written."
-        ) from error
+    except (OSError, RuntimeError) as error:  # a compiler that fails is a RuntimeError
+        for variable, directory in (
+            ("FLASHINFER_WORKSPACE_BASE", spec.build_dir),
+            ("TMPDIR", Path(os.environ.get("TMPDIR") or "/tmp")),
+        ):
+            if reason := storage.fault(directory):
+                raise RuntimeError(
+                    f"The FP8 MLA module {spec.name} cannot be compiled: {storage.MEGABYTES} MB "
+                    f"cannot be written to {directory} ({reason}); set {variable} to a directory "
+                    "that has room and can be written."
+                ) from error
+        raise
 
 
 def get_module(kv_dtype: torch.dtype, head_dim_kpe: int):

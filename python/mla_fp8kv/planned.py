@@ -70,6 +70,7 @@ class Fp8Plan:
         self._int_workspace = int_workspace
         self._device = float_workspace.device
         self._q_data_type = q_data_type
+        self._kv_data_type = kv_data_type
         self._query_tokens = int(qo_indptr_host[batch])
 
         def tensor_checks(names, rows, widths, dtype, dtype_name):
@@ -93,29 +94,66 @@ class Fp8Plan:
             ("out",), num_heads, widths[1:2], q_data_type, "output_dtype"
         )
 
+    def run_at_once(
+        self,
+        q_nope,
+        q_pe,
+        ckv_cache,
+        kpe_cache,
+        ckv_scale,
+        ckv_scale_arr,
+        kpe_scale,
+        in_cuda_graph: bool,
+        **arguments,
+    ):
+        """What run() would return, without its checks; None if they may have something to say.
+
+        The module refuses what could make a launch read or write astray, in a microsecond and
+        before it launches anything. Looked at here is what it cannot know.
+        """
+        try:
+            tokens = q_nope.shape[0]
+            if (
+                q_nope.dtype is not self._q_data_type
+                or ckv_cache.dtype is not self._kv_data_type
+                or kpe_cache.dtype is not self._kv_data_type
+                or not tokens
+                or not (tokens >= self._query_tokens or in_cuda_graph)
+                or not (ckv_scale is None or ckv_scale_arr is None)
+            ):
+                return None
+            return self._launch(
+                q_nope,
+                q_pe,
+                ckv_cache,
+                kpe_cache,
+                1.0 if ckv_scale is None else ckv_scale,
+                ckv_scale_arr,
+                1.0 if kpe_scale is None else kpe_scale,
+                **arguments,
+            )
+        except Exception:
+            # Whatever it is, run() says it better or meets it again.
+            return None
+
     def run(
         self,
         q_nope,
         q_pe,
         ckv_cache,
         kpe_cache,
-        *,
-        kv_indices,
         out,
         lse,
-        return_lse: bool,
-        causal: bool,
-        page_size: int,
-        sm_scale: float,
-        return_lse_base_on_e: bool,
         ckv_scale,
         ckv_scale_arr,
         kpe_scale,
         in_cuda_graph: bool,
+        **arguments,
     ):
         """Launch on the current stream; out, or (out, lse) with `return_lse`.
 
         Query and cache have passed `check_query` and `check_cache`; scales of None mean 1.0.
+        Further arguments are those of `_launch`.
         """
         ckv_scale = checks.scale("ckv_scale", ckv_scale)
         kpe_scale = checks.scale("kpe_scale", kpe_scale)
@@ -128,9 +166,7 @@ class Fp8Plan:
                 f"q_nope must have at least the {self._query_tokens} planned query tokens, "
                 f"got {shape[0]}."
             )
-        if out is None:
-            out = torch.empty(shape, dtype=self._q_data_type, device=self._device)
-        else:
+        if out is not None:
             self._check_out(out)
             if out.shape[0] != shape[0]:
                 raise ValueError(
@@ -138,7 +174,36 @@ class Fp8Plan:
                 )
         if lse is not None:
             checks.lse(lse, tuple(shape[:2]), self._device)
-        elif return_lse:
+        return self._launch(
+            *(q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale),
+            out=out,
+            lse=lse,
+            **arguments,
+        )
+
+    def _launch(
+        self,
+        q_nope,
+        q_pe,
+        ckv_cache,
+        kpe_cache,
+        ckv_scale,
+        ckv_scale_arr,
+        kpe_scale,
+        *,
+        kv_indices,
+        out,
+        lse,
+        return_lse: bool,
+        causal: bool,
+        page_size: int,
+        sm_scale: float,
+        return_lse_base_on_e: bool,
+    ):
+        shape = q_nope.shape
+        if out is None:
+            out = torch.empty(shape, dtype=self._q_data_type, device=self._device)
+        if lse is None and return_lse:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=self._device)
         if shape[0]:
             self.module.run(

@@ -116,6 +116,19 @@ def test_prebuilt_kernels_match_upstreams_version(machine, version, state):
     assert machine.states()["jit-cache"] == state
 
 
+def test_a_cache_that_cannot_be_written(machine, tmp_path, capsys):
+    workspace = tmp_path / "workspace"
+    assert machine.text("cache") == str(workspace / ".cache" / "flashinfer")
+    assert not workspace.exists(), "doctor changes nothing"
+    workspace.touch()
+    assert machine.text("cache") == (
+        f"16 MB cannot be written to {workspace}/.cache/flashinfer (Not a directory); set "
+        "FLASHINFER_WORKSPACE_BASE to a directory that has room and can be written"
+    )
+    assert doctor.main() == 1
+    assert "will not work here: see cache." in capsys.readouterr().out
+
+
 def test_no_nvcc_matters_only_without_modules(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
     assert machine.states()["nvcc"] == doctor.BAD

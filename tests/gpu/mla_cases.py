@@ -79,9 +79,9 @@ class Inputs:
         return self.q_nope, self.q_pe, self.ckv, self.kpe
 
 
-def indptr(lengths) -> torch.Tensor:
+def indptr(lengths, device) -> torch.Tensor:
     values = torch.tensor([0, *lengths], dtype=torch.int32)
-    return torch.cumsum(values, 0, dtype=torch.int32).to(DEVICE)
+    return torch.cumsum(values, 0, dtype=torch.int32).to(device)
 
 
 def page_counts(case: Case) -> list[int]:
@@ -91,8 +91,9 @@ def page_counts(case: Case) -> list[int]:
 def make_pool(case: Case, pages: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Caches filled with normally distributed values, in the layout of the case."""
     width = CKV + case.kpe
+    device = generator.device
     values = torch.randn(
-        pages, case.page_size, width, device=DEVICE, generator=generator, dtype=torch.float32
+        pages, case.page_size, width, device=device, generator=generator, dtype=torch.float32
     )
     quantized = values.to(FP8[case.kv])
     if case.layout == "separate":
@@ -100,7 +101,7 @@ def make_pool(case: Case, pages: int, generator) -> tuple[torch.Tensor, torch.Te
     pool = quantized.view(torch.uint8)
     if case.layout == "layers":
         layers = torch.full(
-            (pages, 3, case.page_size, width), 0x7F, device=DEVICE, dtype=torch.uint8
+            (pages, 3, case.page_size, width), 0x7F, device=device, dtype=torch.uint8
         )
         layers[:, 1] = pool
         pool = layers[:, 1]
@@ -108,24 +109,26 @@ def make_pool(case: Case, pages: int, generator) -> tuple[torch.Tensor, torch.Te
     return pool[..., :CKV], pool[..., CKV:]
 
 
-def make_inputs(case: Case) -> Inputs:
-    generator = torch.Generator(device=DEVICE).manual_seed(case.seed)
+def make_inputs(case: Case, device=None) -> Inputs:
+    """Inputs of a case, the same for the same seed and device (DEVICE if none is given)."""
+    device = device or DEVICE
+    generator = torch.Generator(device=device).manual_seed(case.seed)
     counts = page_counts(case)
     used = sum(counts)
     pages = used + 4  # page 0 and some others are never referenced
     ckv, kpe = make_pool(case, pages, generator)
 
     if case.pages == "ordered":
-        indices = torch.arange(1, used + 1, device=DEVICE)
+        indices = torch.arange(1, used + 1, device=device)
     else:
-        indices = torch.randperm(used, device=DEVICE, generator=generator) + 1
+        indices = torch.randperm(used, device=device, generator=generator) + 1
         if case.pages == "shared" and used:
-            choice = torch.randint(0, used, (used,), device=DEVICE, generator=generator)
+            choice = torch.randint(0, used, (used,), device=device, generator=generator)
             indices = indices[choice]
     indices = indices.to(torch.int32)
     if case.poison:
         # Only whole slots count as referenced: the tail of a last page is poisoned as well.
-        referenced = torch.zeros(pages, case.page_size, dtype=torch.bool, device=DEVICE)
+        referenced = torch.zeros(pages, case.page_size, dtype=torch.bool, device=device)
         begin = 0
         for count, length in zip(counts, case.kv_lens, strict=True):
             own = indices[begin : begin + count].long()
@@ -138,16 +141,16 @@ def make_inputs(case: Case) -> Inputs:
             if cache.shape[-1]:
                 cache.view(torch.uint8)[~referenced] = 0x7F
                 cache.view(torch.uint8)[:1] |= 0x80
-        wild = torch.full((5,), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+        wild = torch.full((5,), 2**31 - 1, dtype=torch.int32, device=device)
         indices = torch.cat([indices, wild])
 
     tokens = sum(case.q_lens)
-    query = torch.randn(tokens, case.heads, CKV + case.kpe, device=DEVICE, generator=generator).to(
+    query = torch.randn(tokens, case.heads, CKV + case.kpe, device=device, generator=generator).to(
         Q16[case.q]
     )
     scales = None
     if case.group_scales:
-        scales = torch.rand(pages, case.page_size, CKV // 128, device=DEVICE, generator=generator)
+        scales = torch.rand(pages, case.page_size, CKV // 128, device=device, generator=generator)
         scales = scales * 2 + 0.25
     return Inputs(
         case,
@@ -155,10 +158,10 @@ def make_inputs(case: Case) -> Inputs:
         query[..., CKV:],
         ckv,
         kpe,
-        indptr(case.q_lens),
-        indptr(counts),
+        indptr(case.q_lens, device),
+        indptr(counts, device),
         indices,
-        torch.tensor(case.kv_lens, dtype=torch.int32, device=DEVICE),
+        torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
         scales,
     )
 
@@ -173,11 +176,11 @@ def gather(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
 
 def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64: out [tokens, heads, 512] and natural log-sum-exp [tokens, heads]."""
-    case = inputs.case
+    case, device = inputs.case, inputs.q_nope.device
     ckv_scale = 1.0 if case.ckv_scale is None else case.ckv_scale
     kpe_scale = 1.0 if case.kpe_scale is None else case.kpe_scale
-    out = torch.zeros(inputs.q_nope.shape, dtype=torch.float64, device=DEVICE)
-    lse = torch.full(inputs.q_nope.shape[:2], -math.inf, dtype=torch.float64, device=DEVICE)
+    out = torch.zeros(inputs.q_nope.shape, dtype=torch.float64, device=device)
+    lse = torch.full(inputs.q_nope.shape[:2], -math.inf, dtype=torch.float64, device=device)
     counts = page_counts(case)
     q_begin = page_begin = 0
     for q_len, kv_len, count in zip(case.q_lens, case.kv_lens, counts, strict=True):
@@ -188,7 +191,7 @@ def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
             continue
         values = gather(inputs.ckv, pages, kv_len)
         if inputs.group_scales is not None:
-            token = torch.arange(kv_len, device=DEVICE)
+            token = torch.arange(kv_len, device=device)
             size = inputs.ckv.shape[1]
             scales = inputs.group_scales[pages[token // size].long(), token % size]
             values = values * scales.double().repeat_interleave(128, -1)
@@ -201,9 +204,9 @@ def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
             query = torch.cat([inputs.q_nope[rows], inputs.q_pe[rows]], -1).double()
             scores = query.flatten(0, 1) @ keys.T * case.sm_scale
             if case.causal:
-                visible = kv_len - q_len + torch.arange(first, last, device=DEVICE) + 1
+                visible = kv_len - q_len + torch.arange(first, last, device=device) + 1
                 visible = visible.repeat_interleave(case.heads)[:, None]
-                hidden = torch.arange(kv_len, device=DEVICE)[None] >= visible
+                hidden = torch.arange(kv_len, device=device)[None] >= visible
                 scores = scores.masked_fill(hidden, -math.inf)
             total = torch.logsumexp(scores, -1)
             weights = torch.exp(scores - total[:, None]).masked_fill(total[:, None].isneginf(), 0)

@@ -147,6 +147,12 @@ PLAN = {
         "head_dim_ckv=512 with head_dim_kpe=64 or 0 is supported with an FP8 KV cache, "
         "got head_dim_ckv=512, head_dim_kpe=128.",
     ),
+    "sm_scale NaN": (_plan(sm_scale=float("nan")), "sm_scale must be finite."),
+    "sm_scale infinite": (_plan(sm_scale=float("inf")), "sm_scale must be finite."),
+    "sm_scale negative": (
+        _plan(sm_scale=-0.1),
+        "sm_scale must be a finite number that is not negative, got -0.1.",
+    ),
     "page_size 0": (_plan(page_size=0), "page_size must be a positive int, got 0."),
     "no heads": (_plan(num_heads=0), "num_heads and page_size must be positive."),
     "pages do not fit the lengths": (
@@ -353,6 +359,8 @@ if FLAT:
     # 0.6 leaves these checks to us; None: its wrapper has no such argument.
     _OTHERWISE = {
         "output of another type": None,
+        "sm_scale NaN": "sm_scale must be a finite number that is not negative, got nan.",
+        "sm_scale infinite": "sm_scale must be a finite number that is not negative, got inf.",
         "no heads": "num_heads must be a positive int, got 0.",
         "pages do not fit the lengths": (
             "kv_indptr must give request 0 the 3 pages of its 9 tokens, got 2."

@@ -142,11 +142,14 @@ def test_p3_pages_give_the_bits_of_one_run_of_tokens(page_size, pages):
     assert not problems, f"{problems}\nrepeat with: {case.line()}"
 
 
-@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("kv, dequant", [("e4m3", ""), ("e4m3", "bits"), ("e5m2", "")])
 @pytest.mark.parametrize("rows", ["8", "16", "32", "64"])
 @pytest.mark.parametrize("page_size, kv_len", [(4, 13), (1, 13), (1, 65), (64, 65), (128, 700)])
-def test_p4_bytes_that_are_not_referenced_never_matter(page_size, kv_len, rows, kv, monkeypatch):
+def test_p4_bytes_that_are_not_referenced_never_matter(
+    page_size, kv_len, rows, kv, dequant, monkeypatch
+):
     monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     clean = Case((2, 1), (kv_len, 0), 8, page_size, kv=kv)
     poisoned = make_inputs(replace(clean, poison=True))
     assert bool(poisoned.ckv.float().isnan().any()) and bool(poisoned.kpe.float().isnan().any())
@@ -157,8 +160,10 @@ def test_p4_bytes_that_are_not_referenced_never_matter(page_size, kv_len, rows, 
 @pytest.mark.parametrize("where", ["ckv", "kpe"])
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 @pytest.mark.parametrize("kv_len", [1, 100, 5000])
-def test_p5_nan_in_a_referenced_slot(where, byte, kv_len, rows, monkeypatch):
+@pytest.mark.parametrize("dequant", ["", "bits"])
+def test_p5_nan_in_a_referenced_slot(where, byte, kv_len, rows, dequant, monkeypatch):
     monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     case = Case((1, 2, 1), (300, kv_len, 64), 8)
     inputs = make_inputs(case)
     page = inputs.kv_indices[300 + kv_len // 2].long()
@@ -414,21 +419,26 @@ def test_p15_under_another_batch_order():
     assert not problems, problems
 
 
-@pytest.mark.parametrize("unit", ["elements", "bytes of 2^32"])
-def test_pools_beyond_32_bits(unit):
-    """Live tokens on both sides of 2^31 and 2^32: a flat pool passes 2^31 at token 3,728,271."""
-    boundary = (2**31 if unit == "elements" else 2**32) // 576
-    slots = boundary + 2000
-    if torch.cuda.mem_get_info()[0] < slots * 576 + (4 << 30):
-        pytest.skip(f"needs {slots * 576 >> 30} GiB of free GPU memory")
+@pytest.mark.parametrize("layers", [1, 8])
+@pytest.mark.parametrize("boundary", [2**31, 2**32])
+def test_pools_beyond_32_bits(boundary, layers):
+    """Live tokens on both sides: a flat pool passes 2^31 bytes, and elements, at token 3,728,271.
+
+    With interleaved layers a few hundred thousand tokens suffice.
+    """
+    last = boundary // (576 * layers)
+    slots = last + 2000
+    if torch.cuda.mem_get_info()[0] < slots * layers * 576 + (4 << 30):
+        pytest.skip(f"needs {slots * layers * 576 >> 30} GiB of free GPU memory")
     case = Case((1, 1), (1500, 900), 8)
     small = make_inputs(case)
-    pool = torch.empty(slots, 1, 576, dtype=torch.uint8, device=DEVICE)
-    moved = boundary - 1000 + torch.randperm(2900, device=DEVICE)[: small.ckv.shape[0]]
+    whole = torch.empty(slots, layers, 576, dtype=torch.uint8, device=DEVICE)
+    pool = whole[:, -1:]
+    moved = last - 1000 + torch.randperm(2900, device=DEVICE)[: small.ckv.shape[0]]
     pool[moved, :, :CKV] = small.ckv.view(torch.uint8)
     pool[moved, :, CKV:] = small.kpe.view(torch.uint8)
     # What 32-bit arithmetic would read instead.
-    pool[:4000] = 0x7F
+    whole[:4000] = 0x7F
     pool = pool.view(FP8["e4m3"])
     large = with_caches(
         small,
@@ -436,9 +446,32 @@ def test_pools_beyond_32_bits(unit):
         pool[..., CKV:],
         kv_indices=moved[small.kv_indices.long()].to(torch.int32),
     )
-    touched = large.kv_indices.long() * 576
-    assert bool((touched < boundary * 576).any()) and bool((touched > boundary * 576).any())
+    touched = large.kv_indices.long() * 576 * layers
+    assert bool((touched < boundary - 576 * layers).any()) and bool((touched > boundary).any())
     assert same_bits(run(small), run(large))
+
+
+def test_queries_and_outputs_beyond_32_bits():
+    """Tokens further apart than 2^30 elements: the last of three lies beyond 2^31."""
+    step = 2**30 + 8
+    if torch.cuda.mem_get_info()[0] < 2 * 2 * (2 * step) + (4 << 30):
+        pytest.skip("needs 12 GiB of free GPU memory")
+    inputs = make_inputs(Case((1, 2), (1500, 70), 8))
+    spread = torch.empty(2 * step + 8 * 576, dtype=torch.bfloat16, device=DEVICE)
+    query = spread.as_strided((3, 8, 576), (step, 576, 1))
+    query[..., :CKV], query[..., CKV:] = inputs.q_nope, inputs.q_pe
+    far = torch.zeros(2 * step + 8 * CKV, dtype=torch.bfloat16, device=DEVICE)
+    out = far.as_strided((3, 8, CKV), (step, CKV, 1))
+    expected = run(inputs)
+    large = with_caches(
+        inputs, inputs.ckv, inputs.kpe, q_nope=query[..., :CKV], q_pe=query[..., CKV:]
+    )
+    wrapper = new_wrapper()
+    plan(wrapper, large)
+    got, lse = run_planned(wrapper, large, out=out)
+    assert got.data_ptr() == out.data_ptr() and torch.equal(got, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert int(far.count_nonzero()) == int(expected[0].count_nonzero()), "written elsewhere"
 
 
 def test_other_streams_and_one_workspace():

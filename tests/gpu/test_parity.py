@@ -128,12 +128,16 @@ def one_token_requests(kv, q, heads, q_len, query, width=576):
     return inputs, pool[:, 0].float()
 
 
+CONVERSIONS = [("e4m3", ""), ("e4m3", "bits"), ("e5m2", "")]
+
+
 @pytest.mark.parametrize("rows", ["", "8", "16", "32", "64"])
-@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("kv, dequant", CONVERSIONS)
 @pytest.mark.parametrize("q", ["bf16", "fp16"])
-def test_every_code_as_value(kv, q, rows, monkeypatch):
+def test_every_code_as_value(kv, dequant, q, rows, monkeypatch):
     """A softmax over one token: the output is the cached row, each code in each position."""
     monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     dtype = torch.bfloat16 if q == "bf16" else torch.float16
     count = len(finite_codes(kv))
     query = torch.zeros(count, 8, 576, dtype=dtype, device=DEVICE)
@@ -143,11 +147,12 @@ def test_every_code_as_value(kv, q, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", ["", "8", "16", "32", "64"])
-@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("kv, dequant", CONVERSIONS)
 @pytest.mark.parametrize("q", ["bf16", "fp16"])
-def test_every_code_as_key(kv, q, rows, monkeypatch):
+def test_every_code_as_key(kv, dequant, q, rows, monkeypatch):
     """One-hot queries: the log-sum-exp of one token is its code, at each of the 576 positions."""
     monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     dtype = torch.bfloat16 if q == "bf16" else torch.float16
     heads, q_len = 8, 72
     count = len(finite_codes(kv))

@@ -21,6 +21,8 @@ import upstream_tree  # noqa: E402
 
 torch = pytest.importorskip("torch", reason="the hooks run on torch tensors")
 
+from compiled import binding, bound, compiled, loaded  # noqa: E402, F401 (fixtures)
+
 
 def pytest_configure(config):
     # SGLang's calls are upstream's deprecated forms; each wrapper says so once.

@@ -73,6 +73,7 @@ ADVERSARIAL = {
         [2471] + [1] * 60, [2471] + list(range(0, 6000, 100)), num_heads=16, causal=True
     ),
     "longest": Problem([1, 1], [MAX_KV_LEN, MAX_KV_LEN], num_heads=20),
+    "totals beyond 2^31": Problem([4096], [MAX_KV_LEN], num_heads=64),
     "longest, causal": Problem([3, 300], [MAX_KV_LEN, 5], num_heads=1, causal=True, page_size=64),
 }
 

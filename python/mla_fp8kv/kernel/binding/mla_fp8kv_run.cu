@@ -1,12 +1,14 @@
 /*
  * run() of the module: tensors to Params, one launch of the attention kernel and one of the merge.
  *
- * Same signature as the MLA modules FlashInfer generates. What a caller can get wrong is worded in
- * Python (mla_fp8kv/checks.py); the checks here are the ones that keep a launch from reading or
- * writing astray.
+ * Same signature as the MLA modules FlashInfer generates. Here is checked, before anything is
+ * launched, all that could make a launch read or write astray. Python calls first and looks for a
+ * better sentence (mla_fp8kv/checks.py) only when this has refused: its checks take longer than all
+ * of run().
  */
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/dtype.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
@@ -14,6 +16,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <string>
 
 #include "../merge.cuh"
 #include "../plan_registry.h"
@@ -117,20 +120,33 @@ void launch_variant(int64_t tile, const Params& params, const Launch& how) {
   }
 }
 
-// A stride in units of 16 bytes.
-uint32_t chunk_stride(const TensorView& t, int dim, const char* name) {
-  const int64_t stride = t.stride(dim);
-  if (t.size(dim) <= 1) return 0;
-  if (stride < 0 || stride % kChunkBytes != 0) {
-    TVM_FFI_THROW(ValueError) << name << " must have strides that are multiples of " << kChunkBytes
-                              << " bytes, got " << stride << " in dimension " << dim << ".";
+std::string shape_text(const int64_t* sizes, int ndim) {
+  std::string text = "[";
+  for (int i = 0; i < ndim; ++i) text += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+template <int N>
+void check_shape(const TensorView& t, const char* name, const int64_t (&shape)[N]) {
+  bool equal = t.ndim() == N;
+  for (int i = 0; equal && i < N; ++i) equal = t.size(i) == shape[i];
+  if (!equal) {
+    TVM_FFI_THROW(ValueError) << name << " must have shape " << shape_text(shape, N) << ", got "
+                              << shape_text(t.shape().data(), t.ndim()) << ".";
   }
-  const int64_t span = stride * (t.size(dim) - 1) / kChunkBytes;
-  if (span > 0x7fffffff) {
-    TVM_FFI_THROW(ValueError) << name << " must span less than 32 GiB in each dimension, got "
-                              << span * kChunkBytes << " bytes in dimension " << dim << ".";
+}
+
+void check_device(const TensorView& t, const char* name, DLDevice device) {
+  if (t.device().device_type != device.device_type || t.device().device_id != device.device_id) {
+    TVM_FFI_THROW(ValueError) << name << " must be on the device of float_workspace_buffer.";
   }
-  return static_cast<uint32_t>(stride / kChunkBytes);
+}
+
+void check_type(const TensorView& t, const char* name, DLDataType type) {
+  if (t.dtype().code != type.code || t.dtype().bits != type.bits || t.dtype().lanes != type.lanes) {
+    TVM_FFI_THROW(ValueError) << name << " must be " << tvm::ffi::DLDataTypeToString(type)
+                              << ", got " << tvm::ffi::DLDataTypeToString(t.dtype()) << ".";
+  }
 }
 
 void check_pointer(const TensorView& t, const char* name) {
@@ -140,17 +156,48 @@ void check_pointer(const TensorView& t, const char* name) {
   }
 }
 
-void check_rows(const TensorView& t, const char* name, int64_t dim, int64_t heads) {
-  if (t.ndim() != 3 || t.size(1) != heads || t.size(2) != dim) {
-    TVM_FFI_THROW(ValueError) << name << " must have shape [tokens, " << heads << ", " << dim
-                              << "].";
+// Rows that are read and written in pieces of 16 bytes.
+void check_rows(const TensorView& t, const char* name, const int64_t (&shape)[3], DLDevice device) {
+  check_shape(t, name, shape);
+  check_device(t, name, device);
+  if (t.numel() == 0) return;
+  check_pointer(t, name);
+  bool good = t.stride(2) == 1;
+  for (int dim = 0; dim < 2; ++dim) {
+    good &= t.size(dim) == 1 || t.stride(dim) * t.dtype().bits / 8 % kChunkBytes == 0;
   }
-  if (dim > 0 && t.numel() > 0 &&
-      (t.stride(2) != 1 || t.stride(0) % 8 != 0 || t.stride(1) % 8 != 0)) {
+  if (!good) {
     TVM_FFI_THROW(ValueError) << name
-                              << " must be contiguous in its last dimension with strides that are "
-                                 "multiples of 8 elements.";
+                              << " must be contiguous in its last dimension, with strides that are "
+                                 "multiples of "
+                              << kChunkBytes << " bytes.";
   }
+}
+
+template <int N>
+void check_array(const TensorView& t, const char* name, const int64_t (&shape)[N], DLDataType type,
+                 DLDevice device) {
+  check_shape(t, name, shape);
+  check_device(t, name, device);
+  check_type(t, name, type);
+  if (!t.IsContiguous()) TVM_FFI_THROW(ValueError) << name << " must be contiguous.";
+}
+
+void check_scale(double scale, const char* name) {
+  if (!(scale > 0) || std::isinf(scale)) {
+    TVM_FFI_THROW(ValueError) << name << " must be a finite positive number, got " << scale << ".";
+  }
+}
+
+// A stride in units of 16 bytes, of which it is a multiple.
+uint32_t chunk_stride(const TensorView& t, int dim, const char* name) {
+  if (t.size(dim) <= 1) return 0;
+  const int64_t span = t.stride(dim) * (t.size(dim) - 1) / kChunkBytes;
+  if (span > 0x7fffffff) {
+    TVM_FFI_THROW(ValueError) << name << " must span less than 32 GiB in each dimension, got "
+                              << span * kChunkBytes << " bytes in dimension " << dim << ".";
+  }
+  return static_cast<uint32_t>(t.stride(dim) / kChunkBytes);
 }
 
 void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> plan_info,
@@ -169,24 +216,45 @@ void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> pl
     TVM_FFI_THROW(ValueError) << "sm_scale must be a finite number that is not negative, got "
                               << sm_scale << ".";
   }
+  check_scale(ckv_scale, "ckv_scale");
+  check_scale(kpe_scale, "kpe_scale");
   const DLDataType q_type = q_nope.dtype();
   const bool bf16 = q_type.code == kDLBfloat;
   if (q_type.bits != 16 || (!bf16 && q_type.code != kDLFloat)) {
     TVM_FFI_THROW(ValueError) << "the query must be bfloat16 or float16.";
   }
-  check_rows(q_nope, "q_nope", kCkvDim, num_heads);
-  check_rows(q_pe, "q_pe", kKpeDim, num_heads);
-  check_rows(out, "out", kCkvDim, num_heads);
-  check_pointer(q_nope, "q_nope");
-  check_pointer(q_pe, "q_pe");
-  check_pointer(out, "out");
-  check_pointer(ckv, "ckv_cache");
-  check_pointer(kpe, "kpe_cache");
+  check_type(q_pe, "q_pe", q_type);
+  check_type(out, "out", q_type);
+  if (ckv.dtype().bits != 8 || kpe.dtype().bits != 8) {
+    TVM_FFI_THROW(ValueError) << "ckv_cache and kpe_cache must have 8-bit elements.";
+  }
+  if (page_size < 1) {
+    TVM_FFI_THROW(ValueError) << "page_size must be positive, got " << page_size << ".";
+  }
+  const DLDevice on = float_workspace.device();
+  const int64_t tokens = q_nope.ndim() > 0 ? q_nope.size(0) : 0;
+  const int64_t pages = ckv.ndim() > 0 ? ckv.size(0) : 0;
+  check_rows(q_nope, "q_nope", {tokens, num_heads, kCkvDim}, on);
+  check_rows(q_pe, "q_pe", {tokens, num_heads, kKpeDim}, on);
+  check_rows(out, "out", {tokens, num_heads, kCkvDim}, on);
+  check_rows(ckv, "ckv_cache", {pages, page_size, kCkvDim}, on);
+  check_rows(kpe, "kpe_cache", {pages, page_size, kKpeDim}, on);
+  check_device(int_workspace, "the integer workspace", on);
+  const int64_t indices = kv_indices.numel();
+  check_array(kv_indices, "kv_indices", {indices}, DLDataType{kDLInt, 32, 1}, on);
+  constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+  if (maybe_lse.has_value()) {
+    check_array(maybe_lse.value(), "lse", {tokens, num_heads}, kFloat32, on);
+  }
+  if (group_scales.has_value()) {
+    check_array(group_scales.value(), "ckv_scale_arr", {pages, page_size, kScaleGroups}, kFloat32,
+                on);
+    check_pointer(group_scales.value(), "ckv_scale_arr");
+  }
 
-  const int device = q_nope.device().device_id;
+  const int device = on.device_id;
   const tvm::ffi::CUDADeviceGuard guard(device);
-  const auto stream =
-      static_cast<cudaStream_t>(TVMFFIEnvGetStream(q_nope.device().device_type, device));
+  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(on.device_type, device));
   const int64_t tile = plan_info[kInfoTile];
   const int grid = static_cast<int>(plan_info[kInfoGrid]);
   const int32_t rows = kVariants[tile].rows;
