@@ -15,7 +15,7 @@ POOL_TOKENS, QUERY_ROWS = 100, 24
 
 @dataclass(frozen=True)
 class AgreementCase:
-    """rows: of the tile. bits: widened by bit placement. The requests' pages are scattered over one
+    """rows, wgmma: of the tile. bits: widened by bit placement. The requests' pages are scattered over one
     pool."""
 
     name: str
@@ -34,6 +34,7 @@ class AgreementCase:
     kpe_scale: float = 1.0
     lse_base_e: bool = False
     sm_scale: float = 0.05
+    wgmma: bool = False
 
 
 CASES = (
@@ -50,6 +51,9 @@ CASES = (
     AgreementCase("64 rows mixed", 64, (1, 1), (64, 36), heads=12),
     AgreementCase("64 rows placed", 64, (1,), (1,), bits=True),
     AgreementCase("64 rows e5m2 scales", 64, (1,), (77,), kv="e5m2", group_scales=True),
+    AgreementCase("32 rows wgmma causal", 32, (3,), (100,), causal=True, wgmma=True),
+    AgreementCase("64 rows wgmma mixed", 64, (1, 1), (64, 36), heads=12, wgmma=True),
+    AgreementCase("64 rows wgmma placed", 64, (1,), (100,), bits=True, wgmma=True),
 )
 
 

@@ -69,11 +69,6 @@ def on_gpu(inputs: Inputs) -> Inputs:
     return Inputs(**moved)
 
 
-def tile_rows(kernels: set[variants.Kernel]) -> list[int]:
-    """Rows by tile index."""
-    return sorted(one.rows for one in kernels if one.kind == "attention" and not one.scaled)
-
-
 def shipped(module: str) -> set[variants.Kernel]:
     """The kernels of a module, from its library; it must have been loaded."""
     from mla_fp8kv import jit
@@ -83,11 +78,13 @@ def shipped(module: str) -> set[variants.Kernel]:
     return variants.shipped(spec.get_library_path())
 
 
-def required(kernels: set[variants.Kernel], most_rows: int) -> set:
-    """What a module's shapes must reach on a GPU with tiles of up to `most_rows` rows."""
-    merges = {one for one in kernels if one.kind == "merge"}
+def required(kernels: set[variants.Kernel], tiles: list[variants.Tile]) -> set:
+    """What a module's shapes must reach on a GPU that has these tiles."""
+    rows = {tile.rows for tile in tiles}
+    merges = {one for one in kernels if one.kind == "merge" and one.rows in rows}
     special = {(name, one.rows, one.scaled) for one in merges for name in ("many", "further")}
-    return {one for one in kernels | special if one[1] <= most_rows}
+    unusable = {variants.attention(tile, False) for tile in set(variants.TILES) - set(tiles)}
+    return {one for one in kernels - unusable if one.kind != "merge"} | merges | special
 
 
 def run_module(module: str, say=print) -> bool:
@@ -103,26 +100,25 @@ def run_module(module: str, say=print) -> bool:
         moved = on_gpu(inputs)
         plan(wrapper, moved)
         kernels = kernels or shipped(module)
-        for rows in tile_rows(kernels):
-            if rows > variants.largest_rows():
-                continue
-            os.environ["MLA_FP8KV_TILE_ROWS"] = str(rows)
+        for tile in variants.usable_tiles():
+            os.environ.update(tile.variables())
             plan(wrapper, moved)
             got = [one.cpu() if one is not None else None for one in run_on_gpu(wrapper, moved)]
-            work = variants.work(wrapper, tile_rows(kernels))
+            work = variants.work(wrapper)
             reached |= variants.launched(work, case.group_scales)
             for path in ("many", "further"):
                 if getattr(work, path):
-                    reached.add((path, work.rows, case.group_scales))
+                    reached.add((path, work.tile.rows, case.group_scales))
             # Without its products a kernel is wrong on purpose.
             problems = [] if "MLA_FP8KV_LOADS_ONLY" in selection else compare(case, *got, *want)
             for problem in problems:
-                say(f"{module}, {rows} rows, {name}: {problem}\n{case.line()}")
+                say(f"{module}, {tile} rows, {name}: {problem}\n{case.line()}")
             good &= not problems
-        del os.environ["MLA_FP8KV_TILE_ROWS"]
+        for variable in tile.variables():
+            del os.environ[variable]
     for variable in selection:
         del os.environ[variable]
-    missing = required(kernels, variants.largest_rows()) - reached
+    missing = required(kernels, variants.usable_tiles()) - reached
     if missing:
         say(f"{module}: not reached: {sorted(missing)}")
     say(f"{module}: {len(kernels)} kernels, reached {len(kernels & reached)}")

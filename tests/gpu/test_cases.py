@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import variants
 from mla_cases import (
     CKV,
     DEVICE,
@@ -143,12 +144,12 @@ def test_p3_pages_give_the_bits_of_one_run_of_tokens(page_size, pages):
 
 
 @pytest.mark.parametrize("kv, dequant", [("e4m3", ""), ("e4m3", "bits"), ("e5m2", "")])
-@pytest.mark.parametrize("rows", ["8", "16", "32", "64"])
+@pytest.mark.parametrize("tile", variants.TILES, ids=str)
 @pytest.mark.parametrize("page_size, kv_len", [(4, 13), (1, 13), (1, 65), (64, 65), (128, 700)])
 def test_p4_bytes_that_are_not_referenced_never_matter(
-    page_size, kv_len, rows, kv, dequant, monkeypatch
+    page_size, kv_len, tile, kv, dequant, monkeypatch
 ):
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    variants.use(tile, monkeypatch)
     monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     clean = Case((2, 1), (kv_len, 0), 8, page_size, kv=kv)
     poisoned = make_inputs(replace(clean, poison=True))
@@ -156,13 +157,13 @@ def test_p4_bytes_that_are_not_referenced_never_matter(
     assert same_bits(run(make_inputs(clean)), run(poisoned))
 
 
-@pytest.mark.parametrize("rows", ["8", "16", "32", "64"])
+@pytest.mark.parametrize("tile", variants.TILES, ids=str)
 @pytest.mark.parametrize("where", ["ckv", "kpe"])
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 @pytest.mark.parametrize("kv_len", [1, 100, 5000])
 @pytest.mark.parametrize("dequant", ["", "bits"])
-def test_p5_nan_in_a_referenced_slot(where, byte, kv_len, rows, dequant, monkeypatch):
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+def test_p5_nan_in_a_referenced_slot(where, byte, kv_len, tile, dequant, monkeypatch):
+    variants.use(tile, monkeypatch)
     monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     case = Case((1, 2, 1), (300, kv_len, 64), 8)
     inputs = make_inputs(case)
@@ -293,11 +294,11 @@ def test_p11_scales(ckv_scale, kpe_scale):
     check(Case((1, 3), (500, 2000), 16, ckv_scale=ckv_scale, kpe_scale=kpe_scale, sm_scale=0.01))
 
 
-@pytest.mark.parametrize("rows", ["8", "16", "32", "64"])
+@pytest.mark.parametrize("tile", variants.TILES, ids=str)
 @pytest.mark.parametrize("kpe", [64, 0])
 @pytest.mark.parametrize("kpe_scale", [None, 0.5])
-def test_p11_group_scales(rows, kpe, kpe_scale, monkeypatch):
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+def test_p11_group_scales(tile, kpe, kpe_scale, monkeypatch):
+    variants.use(tile, monkeypatch)
     scaled = {"group_scales": True, "kpe_scale": kpe_scale, "kpe": kpe}
     check(Case((1, 3, 1, 2), (500, 20000, 0, 1), 16, page_size=3, **scaled))
 

@@ -5,6 +5,7 @@ import pytest
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
+import variants  # noqa: E402
 from agreement import CASES, DATA, arrays_of, disagreement  # noqa: E402
 from mla_cases import FP8, Q16, new_wrapper  # noqa: E402
 
@@ -21,7 +22,7 @@ def to_gpu(array, dtype=None):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gpu_agrees_with_host(case, monkeypatch):
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", str(case.rows))
+    variants.use(variants.Tile(case.rows, case.wgmma), monkeypatch)
     if case.bits:
         monkeypatch.setenv("MLA_FP8KV_DEQUANT", "bits")
     with np.load(DATA) as data:

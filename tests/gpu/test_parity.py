@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import variants
 from mla_cases import (
     CKV,
     DEVICE,
@@ -131,12 +132,12 @@ def one_token_requests(kv, q, heads, q_len, query, width=576):
 CONVERSIONS = [("e4m3", ""), ("e4m3", "bits"), ("e5m2", "")]
 
 
-@pytest.mark.parametrize("rows", ["", "8", "16", "32", "64"])
+@pytest.mark.parametrize("tile", [None, *variants.TILES], ids=str)
 @pytest.mark.parametrize("kv, dequant", CONVERSIONS)
 @pytest.mark.parametrize("q", ["bf16", "fp16"])
-def test_every_code_as_value(kv, dequant, q, rows, monkeypatch):
+def test_every_code_as_value(kv, dequant, q, tile, monkeypatch):
     """A softmax over one token: the output is the cached row, each code in each position."""
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    variants.use(tile, monkeypatch)
     monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     dtype = torch.bfloat16 if q == "bf16" else torch.float16
     count = len(finite_codes(kv))
@@ -146,12 +147,12 @@ def test_every_code_as_value(kv, dequant, q, rows, monkeypatch):
     assert torch.equal(out.float(), values[:, None, :CKV].expand(-1, 8, -1))
 
 
-@pytest.mark.parametrize("rows", ["", "8", "16", "32", "64"])
+@pytest.mark.parametrize("tile", [None, *variants.TILES], ids=str)
 @pytest.mark.parametrize("kv, dequant", CONVERSIONS)
 @pytest.mark.parametrize("q", ["bf16", "fp16"])
-def test_every_code_as_key(kv, dequant, q, rows, monkeypatch):
+def test_every_code_as_key(kv, dequant, q, tile, monkeypatch):
     """One-hot queries: the log-sum-exp of one token is its code, at each of the 576 positions."""
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", rows)
+    variants.use(tile, monkeypatch)
     monkeypatch.setenv("MLA_FP8KV_DEQUANT", dequant)
     dtype = torch.bfloat16 if q == "bf16" else torch.float16
     heads, q_len = 8, 72

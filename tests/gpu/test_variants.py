@@ -7,9 +7,18 @@ import torch
 import variants
 from mla_cases import Case, make_inputs, new_wrapper, plan, run_planned
 from sanitize_shapes import MODULES, SHAPES
-from variants import Kernel
+from variants import Kernel, use
 
 SHIPPED = [name for name, (_, _, selection) in MODULES.items() if not selection]
+
+
+@pytest.mark.gpu
+def test_every_tile_is_listed():
+    """TILES, by which the other tests force tiles, against the kernels of the library."""
+    plan(new_wrapper(), make_inputs(Case((1,), (100,), 8)))  # loads the module
+    kernels = {one for one in sanitize_shapes.shipped("e4m3_64") if not one.scaled}
+    kernels = {one for one in kernels if one.kind != "merge"}
+    assert kernels == {variants.attention(tile, False) for tile in variants.TILES}
 
 
 @pytest.mark.gpu
@@ -28,18 +37,16 @@ def test_the_list_of_tiles_is_complete():
         for q_len in (1, 2, 3, 4, 8, 64):
             plan(wrapper, make_inputs(Case((q_len,) * 2, (3000, 100), heads)))
             taken.add(list(wrapper._plan_info)[1])
-    assert taken <= set(range(len(sanitize_shapes.tile_rows(sanitize_shapes.shipped("e4m3_64")))))
+    assert {variants.TILES[index] for index in taken} <= set(variants.usable_tiles())
     assert len(taken) >= 3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("tile", variants.TILES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_plan_launches_what_is_said_of_it(name, rows, monkeypatch):
+def test_a_plan_launches_what_is_said_of_it(name, tile, monkeypatch):
     """What decides which kernels count as run, checked against the profiler."""
-    if rows > variants.largest_rows():
-        pytest.skip("this GPU's blocks have too little shared memory for the 64-row tile")
-    monkeypatch.setenv("MLA_FP8KV_TILE_ROWS", str(rows))
+    use(tile, monkeypatch)
     wrapper, inputs = new_wrapper(), make_inputs(SHAPES[name])
     plan(wrapper, inputs)
     run_planned(wrapper, inputs)  # whatever is loaded on first use
@@ -49,8 +56,9 @@ def test_a_plan_launches_what_is_said_of_it(name, rows, monkeypatch):
     ours = [event.key for event in profile.key_averages() if "mla_fp8kv" in event.key]
     if not ours:
         pytest.skip("the profiler sees no kernels on this machine")
-    rows_of = sanitize_shapes.tile_rows(sanitize_shapes.shipped("e4m3_64"))
-    expected = variants.launched(variants.work(wrapper, rows_of), SHAPES[name].group_scales)
+    work = variants.work(wrapper)
+    assert work.tile == tile
+    expected = variants.launched(work, SHAPES[name].group_scales)
     assert {variants.in_profile(key) for key in ours} == expected
 
 
@@ -60,9 +68,12 @@ def test_kernels_are_found_in_a_library(tmp_path):
     attention = b"_ZN9mla_fp8kv16attention_kernel" + tile
     merge = b"_ZN9mla_fp8kv12merge_kernelILi64ELb1EEEvNS_6ParamsE"
     stub = b"_ZZL124__device_stub_" + attention % (8, 0) + b"RKN9mla_fp8kv6ParamsEE5__tmp"
-    library.write_bytes(b"\0".join([attention % (8, 0), attention % (16, 1), merge, stub]))
+    wgmma = b"_ZN9mla_fp8kv22attention_wgmma_kernelINS_9WgmmaTileILi64ELi0EEELNS_6FormatE0ELb1EEE"
+    wgmma += b"vNS_6ParamsE"
+    library.write_bytes(b"\0".join([attention % (8, 0), attention % (16, 1), wgmma, merge, stub]))
     assert variants.shipped(library) == {
         Kernel("attention", 8, False),
+        Kernel("attention_wgmma", 64, False),
         Kernel("attention", 16, True),
         Kernel("merge", 64, True),
     }
@@ -78,6 +89,11 @@ def test_kernels_are_found_in_a_library(tmp_path):
             "void mla_fp8kv::attention_kernel<mla_fp8kv::Tile<16, 4, 64, 4, 1, 2, 64, true>, "
             "(mla_fp8kv::Format)0, false>(mla_fp8kv::Params)",
             Kernel("attention", 16, True),
+        ),
+        (
+            "void mla_fp8kv::attention_wgmma_kernel<mla_fp8kv::WgmmaTile<64, 64>, "
+            "(mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
+            Kernel("attention_wgmma", 64, False),
         ),
         ("void mla_fp8kv::merge_kernel<(int)32, (bool)0>(mla_fp8kv::Params)", ("merge", 32, False)),
     ],

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
 SCALED_ROWS = 16  # rows of the largest attention tile with group scales
@@ -15,8 +16,32 @@ SCALED_ROWS = 16  # rows of the largest attention tile with group scales
 _SYMBOL = re.compile(rb"_ZN9mla_fp8kv\d+(\w+?)_kernelI(\w+?)EvNS_6ParamsE")
 
 
+class Tile(NamedTuple):
+    """A tile of the plan's choice; its products are wgmma's or mma.sync's."""
+
+    rows: int
+    wgmma: bool = False
+
+    def __str__(self):
+        return f"{self.rows}{' wgmma' if self.wgmma else ''}"
+
+    def usable(self) -> bool:
+        """Whether this GPU has it."""
+        gpu = torch.cuda.get_device_properties(0)
+        fits = self.rows < 64 or gpu.shared_memory_per_block_optin >= 210_000
+        return fits and (gpu.major == 9 or not self.wgmma)
+
+    def variables(self) -> dict[str, str]:
+        """What makes plan() take it, as environment variables."""
+        return {"MLA_FP8KV_TILE_ROWS": str(self.rows), "MLA_FP8KV_WGMMA": str(int(self.wgmma))}
+
+
+# By the index that plan_info has (binding/variants.h).
+TILES = (Tile(8), Tile(16), Tile(32), Tile(64), Tile(32, True), Tile(64, True))
+
+
 class Kernel(NamedTuple):
-    kind: str  # "attention" or "merge"
+    kind: str  # "attention", "attention_wgmma" or "merge"
     rows: int
     scaled: bool
 
@@ -24,7 +49,7 @@ class Kernel(NamedTuple):
 class Work(NamedTuple):
     """What a plan makes the kernels do beside the usual."""
 
-    rows: int  # of the plan's tile
+    tile: Tile
     merges: bool  # rows were split, or see no token
     many: bool  # rows with so many partial results that a block merges one row
     further: bool  # CTAs with more than one item
@@ -35,7 +60,7 @@ def shipped(library: Path) -> set[Kernel]:
     found = {}
     for kind, arguments in _SYMBOL.findall(library.read_bytes()):
         rows = int(re.search(rb"Li(\d+)E", arguments)[1])
-        scaled = re.search(rb"Lb([01])E", arguments)[1] == b"1"
+        scaled = re.search(rb"Lb([01])E", arguments)[1] == b"1" and kind != b"attention_wgmma"
         kernel = Kernel(kind.decode(), rows, scaled)
         if found.setdefault(kernel, arguments) != arguments:
             raise ValueError(f"{library.name} has two kernels {kernel}: tell them apart here.")
@@ -47,25 +72,40 @@ def in_profile(name: str) -> Kernel:
     kind, arguments = re.search(r"(\w+)_kernel<(.*)>", name).groups()
     arguments = arguments.replace("mla_fp8kv", "").replace("(bool)1", "true")
     rows = int(re.search(r"\d+", arguments)[0])
-    return Kernel(kind, rows, re.search(r"true|false|\(bool\)0", arguments)[0] == "true")
+    scaled = re.search(r"true|false|\(bool\)0", arguments)[0] == "true"
+    return Kernel(kind, rows, scaled and kind != "attention_wgmma")
 
 
-def work(wrapper, tile_rows) -> Work:
-    """Read from the plan's own records (kernel/params.h); `tile_rows` by tile index."""
+def work(wrapper) -> Work:
+    """Read from the plan's own records (kernel/params.h)."""
     _, tile, grid, merge_items, _ = list(wrapper._plan_info)
     words = wrapper._int_workspace_buffer[: 64 + 48 * grid].cpu().view(torch.int32)
     further = words[16:].view(grid, 12)[:, 9]  # CtaWork::more_count
-    return Work(tile_rows[tile], merge_items > 0, bool(words[2] > 0), bool((further > 0).any()))
+    return Work(TILES[tile], merge_items > 0, bool(words[2] > 0), bool((further > 0).any()))
+
+
+def attention(tile: Tile, scaled: bool) -> Kernel:
+    """The kernel that attends a tile of the plan."""
+    if scaled:
+        return Kernel("attention", min(tile.rows, SCALED_ROWS), True)
+    return Kernel("attention_wgmma" if tile.wgmma else "attention", tile.rows, False)
 
 
 def launched(plan: Work, scaled: bool) -> set[Kernel]:
     """The kernels that run() launches for a plan."""
-    rows = min(plan.rows, SCALED_ROWS) if scaled else plan.rows
-    merge = {Kernel("merge", plan.rows, scaled)} if plan.merges else set()
-    return {Kernel("attention", rows, scaled)} | merge
+    merge = {Kernel("merge", plan.tile.rows, scaled)} if plan.merges else set()
+    return {attention(plan.tile, scaled)} | merge
 
 
-def largest_rows() -> int:
-    """Rows of the largest tile that fits this GPU."""
-    optin = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    return 64 if optin >= 210_000 else 32
+def usable_tiles() -> list[Tile]:
+    """Of this GPU."""
+    return [tile for tile in TILES if tile.usable()]
+
+
+def use(tile: Tile | None, monkeypatch) -> None:
+    """Makes plan() take a tile (None: its own choice), or skips where this GPU has none such."""
+    if tile is not None:
+        if not tile.usable():
+            pytest.skip(f"this GPU has no tile of {tile} rows")
+        for name, value in tile.variables().items():
+            monkeypatch.setenv(name, value)

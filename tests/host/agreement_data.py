@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 from host_library import HERE
-from kernel_call import TILES, Case, Inputs, run, to_16_bits, to_fp8
+from kernel_call import Case, Inputs, run, to_16_bits, to_fp8
 
 sys.path.insert(0, str(HERE.parent / "gpu"))
 from agreement import (  # noqa: E402
@@ -38,7 +38,7 @@ def run_on_host(case: AgreementCase, data) -> tuple[np.ndarray, np.ndarray]:
     call = Case(
         list(zip(case.q_lens, case.kv_lens, strict=True)),
         case.heads,
-        next(name for name, tile in TILES.items() if tile.rows == case.rows),
+        f"{'Wgmma' if case.wgmma else ''}Rows{case.rows}",
         kpe_dim=case.kpe,
         e5m2=case.kv == "e5m2",
         bits=case.bits,

@@ -536,7 +536,7 @@ MUTATIONS = [
         "wgmma_kernel.cuh",
         "[&] { if (!first_tile) loader.refill(slot); }",
         "[&] { loader.refill(slot); }",
-        ["test_no_bank_conflicts[e4m3-WgmmaRows64]"],
+        ["test_no_bank_conflicts[WgmmaRows64-e4m3]"],
     ),
     Mutation(
         "wgmma: the softmax of the next tile into the P in use",

@@ -401,7 +401,9 @@ def test_no_bank_conflicts(tile: str, variant: str) -> None:
         case = Case(
             [(1, tiles * TILES[tile].tokens)], TILES[tile].rows, tile, grid=1, **VARIANTS[variant]
         )
-        return run(dataclasses.replace(case, count_conflicts=True), make_inputs(case)).conflicts
+        outcome = run(dataclasses.replace(case, count_conflicts=True), make_inputs(case))
+        assert outcome.faults == ""
+        return outcome.conflicts
 
     few, many = conflicts(1), conflicts(4)
     free = {"ldmatrix", "ldmatrix.trans", "cp.async", "st.shared"}
