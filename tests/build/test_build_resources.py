@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mla_fp8kv_build import arch, resources
+from mla_fp8kv_build import arch, cli, env, resources, toolchain
 from mla_fp8kv_build.errors import BuildError
 from mla_fp8kv_build.toolchain import Nvrtc, Toolkit
 
@@ -209,6 +209,33 @@ def test_nvrtc_is_of_no_use_where_nvcc_knows_no_architecture():
     nvcc, nvrtc = FakeNvcc(TOOLKIT.home, "13.0.88"), FakeNvrtc(NVRTC.library, "12.8.93")
     with pytest.raises(BuildError, match="NVRTC 12.8.93 must be told the kernels, and nvcc 13.0"):
         resources.table(arch.parse_list("80"), [nvcc, nvrtc], [])
+
+
+def test_the_command_fails_on_any_compilers_spills(tmp_path, monkeypatch, capsys):
+    good = row("90a", report(KERNEL.format(rows=8, scales=0)), 85_728)
+    bad = dataclasses.replace(good, compiler=NVRTC.name, problem="spills", spill_bytes=16)
+
+    def table(archs, compilers, includes):
+        assert [one.name for one in archs] == ["90a"]
+        return [one for one in (good, bad) if one.compiler in [it.name for it in compilers]]
+
+    monkeypatch.setattr(cli, "BUILD", tmp_path)
+    monkeypatch.setattr(env, "ensure", lambda name: tmp_path)
+    monkeypatch.setattr(toolchain, "find", lambda: TOOLKIT)
+    monkeypatch.setattr(toolchain, "tvm_ffi_includes", lambda python: [])
+    monkeypatch.setattr(toolchain, "releases", lambda: ["12.8", "13.0"])
+    releases = {"12.8": NVRTC, "13.0": TOOLKIT}
+    monkeypatch.setattr(toolchain, "of_release", releases.get)
+    monkeypatch.setattr(resources, "table", table)
+    command = ["resources", "--arch", "90a", "--json"]
+    for more, status, compilers in [
+        ([], 0, [TOOLKIT.name]),
+        (["--compiler", "13.0"], 0, [TOOLKIT.name]),
+        (["--compiler", "12.8"], 1, [TOOLKIT.name, NVRTC.name]),
+        (["--compiler", "all"], 1, [TOOLKIT.name, NVRTC.name]),
+    ]:
+        assert cli.main([*command, *more]) == status
+        assert json.loads(capsys.readouterr().out)["compilers"] == compilers
 
 
 def test_every_module_is_compiled_for_every_architecture():
