@@ -206,6 +206,9 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
         else:
             check_pair(*pair)
 
+    def _check_planned_geometry(self, q_nope, ckv_cache) -> None:
+        """Since 0.7.4 upstream compares with what its own plan() kept; check_run_inputs has it."""
+
     def _run_generated_fa(self, *, profiler_buffer, **arguments):
         return self._fp8_plan.run(**self._planned_arguments(), **arguments)
 

@@ -77,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     patches.add_argument("into", nargs="?", help="patch that takes the edits (default: the last)")
     resource = command("resources", _resources, "registers, spills and shared memory of variants")
     resource.add_argument("--arch", metavar="LIST", help="such as 90a,120a (default: all)")
+    resource.add_argument(
+        "--compiler",
+        metavar="LIST",
+        help=f"also with those of these CUDA releases: {', '.join(toolchain.releases())}, or all",
+    )
     resource.add_argument("--json", action="store_true", help="print JSON instead of the table")
     bundle_command = command("bundle", _bundle, "make an offline bundle for a GPU server")
     bundle_command.add_argument("--arch", required=True, metavar="LIST", help="such as 90a,120a")
@@ -161,13 +166,22 @@ def _bench(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _resources(options: argparse.Namespace, _: list[str]) -> int:
     archs = arch.parse_list(options.arch) if options.arch else list(arch.SUPPORTED)
-    toolkit = toolchain.find()
+    compilers = [toolchain.find()]
+    for release in _releases(options.compiler or ""):
+        other = toolchain.of_release(release)
+        compilers += [other] * (other.name not in [one.name for one in compilers])
     with files.lock(BUILD / "resources.lock"):
-        rows = resources.table(archs, toolkit, toolchain.tvm_ffi_includes(env.ensure("dev")))
+        rows = resources.table(archs, compilers, toolchain.tvm_ffi_includes(env.ensure("dev")))
     if options.json:
-        print(resources.as_json(rows, toolkit))
+        print(resources.as_json(rows))
         return int(any(row.problem for row in rows))
-    print(resources.show(rows, toolkit))
-    for skipped in (one for one in archs if one.name not in {row.arch for row in rows}):
-        print(f"sm_{skipped.name} is not known to nvcc {toolkit.version}")
+    print(resources.show(rows))
+    for compiler in compilers:
+        known = {row.arch for row in rows if row.compiler == compiler.name}
+        for skipped in (one for one in archs if one.name not in known):
+            print(f"sm_{skipped.name} is not known to {compiler.name}")
     return int(any(row.problem for row in rows))
+
+
+def _releases(text: str) -> list[str]:
+    return toolchain.releases() if text == "all" else [word for word in text.split(",") if word]

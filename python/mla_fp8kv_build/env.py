@@ -12,18 +12,19 @@ from pathlib import Path
 
 from mla_fp8kv_build import files
 from mla_fp8kv_build.errors import BuildError
-from mla_fp8kv_build.paths import ROOT, cache
+from mla_fp8kv_build.paths import COMPILERS, ROOT, cache
 
 REQUIREMENTS = {
     "build": ROOT / "python" / "mla_fp8kv_build" / "requirements.txt",
     "dev": ROOT / "requirements-dev.txt",
     "sglang": ROOT / "requirements-sglang.txt",
     "nvcc": ROOT / "requirements-nvcc.txt",
+    **{f"cuda-{path.stem}": path for path in sorted(COMPILERS.glob("*.txt"))},
 }
 # Asking an sdist of FlashInfer for its metadata runs upstream's build hooks; these are upstream's
 # own switches against compiling libraries and installing packages there.
 UPSTREAM_SWITCHES = {"BUILD_NVEP": "0", "FLASHINFER_BUILD_NO_PIP": "1"}
-_GIGABYTES = {"build": 0.1, "dev": 3, "sglang": 14, "nvcc": 1}
+_GIGABYTES = {"build": 0.1, "dev": 3, "sglang": 14}  # others 1
 
 
 def pip_error(output: str) -> str:
@@ -65,7 +66,7 @@ def ensure(name: str) -> Path:
         complete = directory / "complete"
         if complete.exists():
             return python
-        files.need_space(directory.parent, _GIGABYTES[name], f"the {name} environment")
+        files.need_space(directory.parent, _GIGABYTES.get(name, 1), f"the {name} environment")
         print(f"making the {name} environment in {directory}", file=sys.stderr, flush=True)
         made = subprocess.run(
             [sys.executable, "-m", "venv", "--clear", str(directory)],

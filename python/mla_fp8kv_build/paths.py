@@ -7,6 +7,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "mla_fp8kv"
 BUILD = ROOT / "build"
 DIST = ROOT / "dist"
+# What to install for each CUDA release that `resources` can compile with.
+COMPILERS = ROOT / "python" / "mla_fp8kv_build" / "compilers"
 
 
 def cache() -> Path:

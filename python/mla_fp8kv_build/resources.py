@@ -2,7 +2,8 @@
 
 The variants are those that the compiler reports: the sources instantiate what they ship, and a
 report of anything that was not asked about cannot be missed. Dynamic shared memory, which only a
-launch knows, comes from the kernel's own traits, evaluated by a host program.
+launch knows, comes from the kernel's own traits, evaluated by a host program. Other compilers than
+the installed one get the same kernels, because registers and spills are a compiler's choice.
 """
 
 import concurrent.futures
@@ -14,11 +15,11 @@ import subprocess
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mla_fp8kv_build import files
+from mla_fp8kv_build import files, nvrtc
 from mla_fp8kv_build.arch import SMEM_RESERVED, Arch
 from mla_fp8kv_build.errors import BuildError
 from mla_fp8kv_build.paths import BUILD, PACKAGE, cache
-from mla_fp8kv_build.toolchain import Toolkit
+from mla_fp8kv_build.toolchain import Nvrtc, Toolkit
 
 _KERNEL = PACKAGE / "kernel"
 _SOURCE = _KERNEL / "binding" / "mla_fp8kv_run.cu"
@@ -58,6 +59,7 @@ class Row:
     only what fits, so that is no problem as long as another one of the same rows does.
     """
 
+    compiler: str
     module: str
     variant: str
     arch: str
@@ -83,53 +85,80 @@ def modules(arch: Arch) -> list[Module]:
     return found + [Module("e4m3", 64, bits=True)] * (arch.name == "90a")
 
 
-def table(archs: list[Arch], toolkit: Toolkit, includes: list[Path]) -> list[Row]:
-    """One row for each variant, module and architecture; compiles what is not in the cache."""
-    known = toolkit.architectures()
-    jobs = [
-        (arch, module)
-        for arch in archs
-        if arch.name.rstrip("a") in known
-        for module in modules(arch)
-    ]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        reports = list(
-            pool.map(lambda job: _report(job[0], job[1], toolkit, includes), jobs),
-        )
-    parsed = [parse_report(report) for report in reports]
-    tiles = sorted({entry.tile for entries in parsed for entry in entries if entry.tile})
-    launches = dict(zip(tiles, _launches(tiles), strict=True))
-    rows = [
-        _row(arch, module, entry, *launches.get(entry.tile, (0, 0)))
-        for (arch, module), entries in zip(jobs, parsed, strict=True)
-        for entry in sorted(entries, key=lambda entry: (not entry.tile, entry.variant))
-    ]
+def table(archs: list[Arch], compilers: list[Toolkit | Nvrtc], includes: list[Path]) -> list[Row]:
+    """One row for each variant, module, architecture and compiler; compiles what is not kept.
+
+    The first compiler is an nvcc: it compiles the sources, and finds what kernels they ship.
+    """
+    rows = []
+    kernels: dict[str, list[str]] = {}  # template instances of a module
+    for compiler in compilers:
+        if isinstance(compiler, Nvrtc) and not rows:
+            raise BuildError(
+                f"{compiler.name} must be told the kernels, and {compilers[0].name}, which finds "
+                "them, has none of these architectures."
+            )
+        known = compiler.architectures()
+        jobs = [
+            (arch, module)
+            for arch in archs
+            if arch.name.rstrip("a") in known
+            for module in modules(arch)
+            # Only tests run that form, with the compiler of their machine.
+            if not (module.bits and rows)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            reports = [
+                pool.submit(_report, *job, compiler, includes, kernels.get(job[1].name, []))
+                for job in jobs
+            ]
+        parsed = [parse_report(report.result()) for report in reports]
+        tiles = sorted({entry.tile for entries in parsed for entry in entries if entry.tile})
+        launches = dict(zip(tiles, _launches(tiles), strict=True))
+        for (arch, module), entries in zip(jobs, parsed, strict=True):
+            kernels.setdefault(module.name, [entry.kernel for entry in entries])
+            rows += [
+                _row(compiler.name, arch, module, entry, *launches.get(entry.tile, (0, 0)))
+                for entry in sorted(entries, key=lambda entry: (not entry.tile, entry.variant))
+            ]
     return mark_misfits(rows)
 
 
-def _report(arch: Arch, module: Module, toolkit: Toolkit, includes: list[Path]) -> str:
+def _report(
+    arch: Arch,
+    module: Module,
+    compiler: Toolkit | Nvrtc,
+    includes: list[Path],
+    kernels: list[str],
+) -> str:
     """ptxas's report of one module on one architecture, kept in the cache."""
-    flags = [
-        *("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xptxas", "-v"),
-        *module.macros,
-    ]
+    if isinstance(compiler, Nvrtc):
+        key = [files.sha256(Path(nvrtc.__file__)), *kernels]
+        command = [*compiler.command, str(_KERNEL), arch.name, *kernels]
+    else:
+        key = [
+            *("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xptxas", "-v"),
+            *module.macros,
+        ]
+        include = [word for path in includes for word in ("-isystem", str(path))]
+        command = [
+            *(str(compiler.nvcc), "-cubin", f"-arch=sm_{arch.name}", "-o", os.devnull, *key),
+            *(*include, f"-I{_KERNEL}", str(_SOURCE)),
+        ]
     sources = files.sha256_tree(files.source_files(_KERNEL), _KERNEL)
-    key = hashlib.sha256("\0".join([sources, toolkit.version, arch.name, *flags]).encode())
-    kept = cache() / "resources" / f"{key.hexdigest()[:24]}.txt"
+    digest = hashlib.sha256("\0".join([sources, compiler.name, arch.name, *key]).encode())
+    kept = cache() / "resources" / f"{digest.hexdigest()[:24]}.txt"
     if kept.is_file():
         return kept.read_text()
-    include = [word for path in includes for word in ("-isystem", str(path))]
-    command = [
-        *(str(toolkit.nvcc), "-cubin", f"-arch=sm_{arch.name}", "-o", os.devnull, *flags),
-        *(*include, f"-I{_KERNEL}", str(_SOURCE)),
-    ]
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if result.returncode:
         errors = [line for line in result.stdout.splitlines() if "error" in line]
         first = errors[0].strip() if errors else f"exit status {result.returncode}"
-        raise BuildError(f"{module.name} does not compile for sm_{arch.name}: {first}.")
+        raise BuildError(
+            f"{module.name} does not compile for sm_{arch.name} with {compiler.name}: {first}."
+        )
     with files.new_file(kept) as partial:
         partial.write_text(result.stdout)
     return result.stdout
@@ -137,8 +166,12 @@ def _report(arch: Arch, module: Module, toolkit: Toolkit, includes: list[Path]) 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel in a ptxas report. `tile` is the C++ type that says how it is launched."""
+    """One kernel in a ptxas report.
 
+    kernel: the template instance in C++. tile: its type argument that says how it is launched.
+    """
+
+    kernel: str
     variant: str
     tile: str
     rows: int
@@ -170,6 +203,7 @@ def parse_report(report: str) -> list[Entry]:
         static = re.search(r"(\d+) bytes smem", match["rest"])
         entries.append(
             Entry(
+                kernel=name.removeprefix("void ").partition("(mla_fp8kv::Params)")[0],
                 variant=_variant(name, tile.group() if tile else ""),
                 tile=tile.group() if tile else "",
                 rows=int(re.search(r"<(\d+)", tile.group()).group(1)) if tile else 0,
@@ -223,7 +257,9 @@ def _launches(tiles: list[str]) -> list[tuple[int, int]]:
     return [(int(shared), int(threads)) for shared, threads in map(str.split, output.splitlines())]
 
 
-def _row(arch: Arch, module: Module, entry: Entry, dynamic: int, threads: int) -> Row:
+def _row(
+    compiler: str, arch: Arch, module: Module, entry: Entry, dynamic: int, threads: int
+) -> Row:
     shared = entry.static_shared + dynamic
     fits = shared <= arch.smem_limit
     problem = ""
@@ -232,6 +268,7 @@ def _row(arch: Arch, module: Module, entry: Entry, dynamic: int, threads: int) -
     elif entry.local_bytes:
         problem = "uses local memory"
     return Row(
+        compiler=compiler,
         module=module.name,
         variant=entry.variant,
         arch=arch.name,
@@ -252,7 +289,7 @@ def mark_misfits(rows: list[Row]) -> list[Row]:
     """The rows, with a problem where no variant of a number of rows fits that has to."""
 
     def group(row: Row) -> tuple:
-        return row.arch, row.module, row.tile_rows, "group scales" in row.variant
+        return row.compiler, row.arch, row.module, row.tile_rows, "group scales" in row.variant
 
     fitting = {group(row) for row in rows if row.fits}
     return [
@@ -270,9 +307,18 @@ def _ctas_per_sm(arch: Arch, registers: int, shared: int, threads: int) -> int:
     return min(arch.smem_per_sm // (shared + SMEM_RESERVED), by_registers)
 
 
-def show(rows: list[Row], toolkit: Toolkit) -> str:
-    """The table, with a summary line below it."""
-    head = ("arch", "module", "variant", "regs", "spill", "local", "smem", "limit", "CTAs/SM", "")
+def show(rows: list[Row]) -> str:
+    """The table, with a summary line for each compiler below it.
+
+    Compilers with the same numbers share a line, so that a kernel has more than one where compilers
+    differ.
+    """
+    head = ("arch", "module", "variant", "regs", "spill", "local", "smem", "limit", "CTAs/SM")
+    place: dict[tuple, int] = {}
+    compilers: dict[Row, list[str]] = {}
+    for row in rows:
+        place.setdefault(_kernel(row), len(place))
+        compilers.setdefault(replace(row, compiler=""), []).append(row.compiler.split()[-1])
     lines = [
         (
             f"sm_{row.arch}",
@@ -284,23 +330,47 @@ def show(rows: list[Row], toolkit: Toolkit) -> str:
             str(row.static_shared + row.dynamic_shared),
             str(row.shared_limit),
             str(row.ctas_per_sm or "-"),
+            " ".join(compilers[row]),
             row.problem or ("" if row.fits else "too large here"),
         )
-        for row in rows
+        for row in sorted(compilers, key=lambda row: place[_kernel(row)])
     ]
+    head = (*head, "compilers", "")
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    text = "\n".join(
+    text = [
         "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
         for line in [head, *lines]
-    )
-    bad = sum(bool(row.problem) for row in rows)
-    archs = len({row.arch for row in rows})
-    return (
-        f"{text}\n{len(rows)} kernels on {archs} architectures with nvcc {toolkit.version}: "
-        f"{bad} with a problem"
-    )
+    ]
+    return "\n".join([*text, *_summaries(rows)])
 
 
-def as_json(rows: list[Row], toolkit: Toolkit) -> str:
-    """The table for programs."""
-    return json.dumps({"nvcc": toolkit.version, "rows": [asdict(row) for row in rows]}, indent=1)
+def _kernel(row: Row) -> tuple:
+    return row.arch, row.module, row.variant
+
+
+def _numbers(row: Row) -> tuple:
+    return row.registers, row.spill_bytes, row.local_bytes, row.ctas_per_sm
+
+
+def _summaries(rows: list[Row]) -> list[str]:
+    by_compiler: dict[str, list[Row]] = {}
+    for row in rows:
+        by_compiler.setdefault(row.compiler, []).append(row)
+    first = next(iter(by_compiler), "")
+    usual = {_kernel(row): _numbers(row) for row in by_compiler.get(first, [])}
+    lines = []
+    for compiler, its in by_compiler.items():
+        archs = len({row.arch for row in its})
+        bad = sum(bool(row.problem) for row in its)
+        line = f"{len(its)} kernels on {archs} architectures with {compiler}: {bad} with a problem"
+        if compiler != first:
+            other = sum(_numbers(row) != usual.get(_kernel(row)) for row in its)
+            line += f", {other} with other numbers than with {first}"
+        lines.append(line)
+    return lines
+
+
+def as_json(rows: list[Row]) -> str:
+    """The table for programs, each compiler's rows one after the other."""
+    compilers = list(dict.fromkeys(row.compiler for row in rows))
+    return json.dumps({"compilers": compilers, "rows": [asdict(row) for row in rows]}, indent=1)

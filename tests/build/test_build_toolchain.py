@@ -63,6 +63,31 @@ def test_the_index_is_the_last_resort(nowhere, monkeypatch):
     assert asked == ["nvcc", "nvcc"]
 
 
+def test_other_releases_come_from_the_index(nowhere, monkeypatch):
+    asked = []
+
+    def ensure(name):
+        asked.append(name)
+        return nowhere / name / "bin" / "python"
+
+    packages = "lib/python3.11/site-packages/nvidia"
+    fake_toolkit(nowhere / "cuda-13.5" / packages / "cu13")
+    library = nowhere / "cuda-12.8" / packages / "cuda_nvrtc" / "lib" / "libnvrtc.so.12"
+    write(library, "")
+    write(library.with_name("libnvrtc.alt.so.12"), "")
+    monkeypatch.setattr(env, "ensure", ensure)
+    assert toolchain.of_release("13.5").name == "nvcc 13.0.88"  # what the fake one says
+    old = toolchain.of_release("12.8")
+    assert (old.library, old.name) == (library, "NVRTC 12.8.93")
+    assert asked == ["cuda-13.5", "cuda-12.8"]
+    assert set(asked) <= set(env.REQUIREMENTS)
+
+
+def test_a_release_without_a_compiler():
+    with pytest.raises(BuildError, match="CUDA 11.8 is not .* they are 12.8, 12.9, 13.5"):
+        toolchain.of_release("11.8")
+
+
 def test_a_compiler_that_does_not_run(nowhere, monkeypatch):
     home = fake_toolkit(nowhere / "broken")
     write(home / "bin" / "nvcc", "#!/bin/sh\nexit 3\n")

@@ -7,8 +7,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def make(flashinfer, backend="auto", **kwargs):
+    # Since 0.7.4 upstream's FA2 and FA3 refuse a workspace that their plans may outgrow.
     return flashinfer.mla.BatchMLAPagedAttentionWrapper(
-        torch.empty(1 << 20, dtype=torch.uint8), backend=backend, **kwargs
+        torch.empty(1 << 25, dtype=torch.uint8), backend=backend, **kwargs
     )
 
 

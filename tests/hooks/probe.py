@@ -96,7 +96,7 @@ def call(backend, q, kv, causal, scales):
         return torch.tensor(values, dtype=INT32)
 
     wrapper = BatchMLAPagedAttentionWrapper(
-        torch.empty(1 << 16, dtype=torch.uint8), backend=backend
+        torch.empty(1 << 25, dtype=torch.uint8), backend=backend
     )
     wrapper.plan(
         int32(0, 1, 4), int32(0, 5, 12), torch.arange(12, dtype=INT32), int32(5, 7),

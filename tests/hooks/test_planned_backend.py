@@ -56,7 +56,7 @@ def test_auto_table_can_name_fa3_and_default_scales_hold_there(flashinfer, devic
     wrapper = make(flashinfer)
     plan_flat(wrapper, csr([300], [256]), causal=True)
     assert type(wrapper._planned_backend).__name__ == "Fa3DefaultScales"
-    wrapper.run(*tensors(256))
+    wrapper.run(*tensors(256, pages=300))
     module = device.module(*next(key for key in device.modules if key[0] == "fa3"))
     assert module.runs[-1][15:18] == (1.0, 1.0, None)
     # FP16 queries and e5m2 are beyond upstream's FP8 path, so the table does not apply to them.
