@@ -100,7 +100,12 @@ class Variant:
 
 # The former choose a compiled module, the latter only change the plan.
 BUILD_VARIABLES = ("MLA_FP8KV_DEQUANT", "MLA_FP8KV_LOADS_ONLY")
-PLAN_VARIABLES = ("MLA_FP8KV_SMEM_LIMIT", "MLA_FP8KV_CTAS_PER_SM", "MLA_FP8KV_TILE_ROWS")
+PLAN_VARIABLES = (
+    "MLA_FP8KV_SMEM_LIMIT",
+    "MLA_FP8KV_CTAS_PER_SM",
+    "MLA_FP8KV_TILE_ROWS",
+    "MLA_FP8KV_WGMMA",
+)
 
 NATIVE = "native"
 _LIMIT_100K = {"MLA_FP8KV_SMEM_LIMIT": "101376"}
@@ -116,6 +121,7 @@ def _other_gpu(name: str, env: dict[str, str], note: str) -> Variant:
 VARIANTS = (
     Variant(NATIVE, note="what this GPU uses"),
     Variant("auto", backend="auto", note="what backend='auto' picks for the shape"),
+    _other_gpu("mma", {"MLA_FP8KV_WGMMA": "0"}, "mma.sync for all tiles, as on SM100 and SM103"),
     _other_gpu("smem100k", _LIMIT_100K, "the tiles of SM86/89/120/121, as many CTAs as fit here"),
     _other_gpu("smem100k-1cta", _LIMIT_100K | _ONE_CTA, "the same, one CTA an SM as there"),
     _other_gpu("smem163k", _LIMIT_A100, "the tiles of SM80"),

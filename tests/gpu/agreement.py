@@ -15,8 +15,8 @@ POOL_TOKENS, QUERY_ROWS = 100, 24
 
 @dataclass(frozen=True)
 class AgreementCase:
-    """rows, wgmma: of the tile. bits: widened by bit placement. The requests' pages are scattered over one
-    pool."""
+    """rows, wgmma: of the tile. bits: widened by bit placement. The requests' pages are scattered
+    over one pool."""
 
     name: str
     rows: int

@@ -59,10 +59,6 @@ MLA_DEVICE T ld_const(const T* p) {
   return load_global("ld_const", p);
 }
 template <class T>
-MLA_DEVICE T ld_plan(const T* p) {
-  return load_global("ld_plan", p);
-}
-template <class T>
 MLA_DEVICE T ld_fresh(const T* p) {
   return load_global("ld_fresh", p);
 }

@@ -541,8 +541,8 @@ MUTATIONS = [
     Mutation(
         "wgmma: the softmax of the next tile into the P in use",
         "wgmma_kernel.cuh",
-        "attend.softmax(buffer ^ 1, i)",
-        "attend.softmax(buffer, i)",
+        "attend.softmax(buffer ^ 1, 0, i)",
+        "attend.softmax(buffer, 0, i)",
         WGMMA,
     ),
     Mutation(

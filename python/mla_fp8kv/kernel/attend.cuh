@@ -116,12 +116,14 @@ class Attend {
     if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n)
+    for (int n = 0; n < T::kQkRowTiles; ++n) {
+      if constexpr (!T::kWgmma) read_factor(n, factor_[n]);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         reference_[n][c] = kNoReference;
         sum_[n][c] = 0.f;
       }
+    }
 #pragma unroll
     for (int d = 0; d < T::kDimBlocks; ++d)
 #pragma unroll
@@ -262,7 +264,11 @@ class Attend {
   // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
   MLA_DEVICE void mask(const WorkItem& item, int position) {
     const int first_end = item.causal_end + static_cast<int>(divide(item.row_begin, p_.heads));
-    if (position + T::kTokens <= (first_end < item.kv_end ? first_end : item.kv_end)) return;
+    if (position + T::kTokens > (first_end < item.kv_end ? first_end : item.kv_end)) {
+      mask_tokens(item, position);
+    }
+  }
+  MLA_DEVICE void mask_tokens(const WorkItem& item, int position) {
 #pragma unroll
     for (int n = 0; n < T::kQkRowTiles; ++n) {
 #pragma unroll
@@ -285,28 +291,26 @@ class Attend {
   MLA_DEVICE bool softmax(int buffer) {
     bool exceeds = false;
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n) exceeds |= softmax(buffer, n);
+    for (int b = 0; b < T::kQkBlocks; ++b)
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n) exceeds |= softmax(buffer, b, n);
     return exceeds;
   }
 
-  // The same for one row tile.
-  MLA_DEVICE bool softmax(int buffer, int n) {
+  // The same for one token block and row tile; block 0 comes first.
+  MLA_DEVICE bool softmax(int buffer, int b, int n) {
     bool exceeds = false;
-    float factor[2];
+    float factor[2], p[4];
     load_factor(n, factor);
-    p_sum_[n][0] = p_sum_[n][1] = 0.f;
+    if (b == 0) p_sum_[n][0] = p_sum_[n][1] = 0.f;
 #pragma unroll
-    for (int b = 0; b < T::kQkBlocks; ++b) {
-      float p[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float x = ptx::fma(score_[b][n][c], factor[c & 1], -reference_[n][c & 1]);
-        exceeds |= x > kSlack;
-        p[c] = ptx::exp2(x);
-        p_sum_[n][c & 1] += p[c];
-      }
-      store_p(buffer, b, n, p);
+    for (int c = 0; c < 4; ++c) {
+      const float x = ptx::fma(score_[b][n][c], factor[c & 1], -reference_[n][c & 1]);
+      exceeds |= x > kSlack;
+      p[c] = ptx::exp2(x);
+      p_sum_[n][c & 1] += p[c];
     }
+    store_p(buffer, b, n, p);
     return exceeds;
   }
 
@@ -644,8 +648,16 @@ class Attend {
   }
 
   // ---- P
-  // Score units of two rows to base-2 logits.
+  // The factors of two rows. They stay in shared memory where wgmma needs the registers.
   MLA_DEVICE void load_factor(int n, float (&factor)[2]) const {
+    if constexpr (T::kWgmma) {
+      read_factor(n, factor);
+    } else {
+      factor[0] = factor_[n][0];
+      factor[1] = factor_[n][1];
+    }
+  }
+  MLA_DEVICE void read_factor(int n, float (&factor)[2]) const {
     ptx::U2 v;
     ptx::ld_shared(v, shared_ + T::kFactorOffset + 4 * qk_row(n, 0));
     factor[0] = ptx::as_float(v.x);
@@ -791,6 +803,7 @@ class Attend {
   uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
 
   ptx::U2 q_[T::kQPieces];
+  float factor_[T::kQkRowTiles][2];  // score units of a row to base-2 logits
   float reference_[T::kQkRowTiles]
                   [2];            // the rows' references, the same in all warps of a row group
   float sum_[T::kQkRowTiles][2];  // of this thread's own P

@@ -14,8 +14,8 @@
 namespace mla_fp8kv {
 
 MLA_DEVICE WorkItem load_item(const WorkItem* item) {
-  const ptx::U4 a = ptx::ld_plan(reinterpret_cast<const ptx::U4*>(item));
-  const ptx::U4 b = ptx::ld_plan(reinterpret_cast<const ptx::U4*>(item) + 1);
+  const ptx::U4 a = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item));
+  const ptx::U4 b = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item) + 1);
   return {static_cast<int32_t>(a.x), static_cast<int32_t>(a.y), static_cast<int32_t>(a.z),
           static_cast<int32_t>(a.w), static_cast<int32_t>(b.x), static_cast<int32_t>(b.y),
           static_cast<int32_t>(b.z), static_cast<int32_t>(b.w)};
@@ -42,7 +42,7 @@ MLA_DEVICE Work begin(const Params& p) {
   const CtaWork* work =
       reinterpret_cast<const CtaWork*>(p.plan + kCtaWorkOffset) + ptx::block_index();
   const WorkItem item = load_item(&work->first);
-  const ptx::U2 further = ptx::ld_plan(reinterpret_cast<const ptx::U2*>(&work->more_begin));
+  const ptx::U2 further = ptx::ld_const(reinterpret_cast<const ptx::U2*>(&work->more_begin));
   const int more = static_cast<int>(further.x);
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();

@@ -28,7 +28,7 @@ class Loader {
   // `first` is the CTA's first work item; items [more, more_end) of the plan are its further ones.
   MLA_DEVICE Loader(const Params& p, const WorkItem& first, int more, int more_end, uint32_t shared)
       : p_(p), more_(more), more_end_(more_end), shared_(shared) {
-    warp_ = ptx::warp_index();
+    warp_ = ptx::thread_index() >> 5;
     lane_ = ptx::thread_index() & 31;
     walk_ = {first.kv_begin, first.kv_end, first.page_begin};
     fetch_following_item();
@@ -83,7 +83,7 @@ class Loader {
   MLA_DEVICE void fetch_following_item() {
     if (more_ < more_end_) {
       const WorkItem* item = reinterpret_cast<const WorkItem*>(p_.plan) + more_;
-      const ptx::U4 v = ptx::ld_plan(reinterpret_cast<const ptx::U4*>(item) + 1);
+      const ptx::U4 v = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item) + 1);
       following_ = {static_cast<int32_t>(v.y), static_cast<int32_t>(v.z),
                     static_cast<int32_t>(v.x)};
     }

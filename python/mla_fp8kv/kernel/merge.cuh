@@ -105,13 +105,13 @@ MLA_DEVICE void merge_partials(const Params& p, int64_t slot_row, int dim, int f
 }
 
 MLA_DEVICE MergeItem load_merge_item(const MergeItem* item) {
-  const ptx::U4 a = ptx::ld_plan(reinterpret_cast<const ptx::U4*>(item));
+  const ptx::U4 a = ptx::ld_const(reinterpret_cast<const ptx::U4*>(item));
   MergeItem v = {};
   v.q_begin = static_cast<int32_t>(a.x);
   v.row_begin = static_cast<int32_t>(a.y);
   v.rows = static_cast<int32_t>(a.z);
   v.slot_begin = static_cast<int32_t>(a.w);
-  v.count = ptx::ld_plan(&item->count);
+  v.count = ptx::ld_const(&item->count);
   return v;
 }
 
@@ -236,9 +236,9 @@ merge_kernel(const Params p) {
   ptx::let_next_kernel_start();
   const PlanHeader* plan = reinterpret_cast<const PlanHeader*>(p.plan);
   PlanHeader header;
-  header.num_merge_items = ptx::ld_plan(&plan->num_merge_items);
-  header.merge_offset = ptx::ld_plan(&plan->merge_offset);
-  header.num_many = ptx::ld_plan(&plan->num_many);
+  header.num_merge_items = ptx::ld_const(&plan->num_merge_items);
+  header.merge_offset = ptx::ld_const(&plan->merge_offset);
+  header.num_many = ptx::ld_const(&plan->num_many);
   MergeFew<Rows, Fp32> few(p, header);
   ptx::wait_for_previous_kernel();
   merge_many<Rows, Fp32>(p, header, ptx::shared_base());

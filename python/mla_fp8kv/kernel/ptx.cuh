@@ -64,25 +64,6 @@ MLA_DEVICE U4 ld_const(const U4* p) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
   return {v.x, v.y, v.z, v.w};
 }
-// The plan. Not const loads: the compiler would put them where their values are used, after
-// wait_for_previous_kernel(), and make what waits for them wait longer.
-MLA_DEVICE int32_t ld_plan(const int32_t* p) {
-  int32_t v;
-  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-MLA_DEVICE U2 ld_plan(const U2* p) {
-  U2 v;
-  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-MLA_DEVICE U4 ld_plan(const U4* p) {
-  U4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
 // Written by another kernel that may still run when this one starts: not through L1.
 MLA_DEVICE U4 ld_fresh(const U4* p) {
   const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p));

@@ -53,7 +53,7 @@ attention_wgmma_kernel(const Params p) {
       attend.mask(item, position);
       exceeds = false;
       attend.output_wgmma(slot, buffer, [&](int i) {
-        if (i < T::kQkRowTiles) exceeds |= attend.softmax(buffer ^ 1, i);
+        if (i < T::kQkRowTiles) exceeds |= attend.softmax(buffer ^ 1, 0, i);
       });
       slot = next;
       buffer ^= 1;
