@@ -42,6 +42,16 @@ def test_packed_rows(planner, tiles, causal):
     assert rows([8] + [1] * 250, [500] + [16384] * 250, 8) == 8
 
 
+@pytest.mark.parametrize("heads, rows", [(8, 8), (16, 16), (20, 32), (32, 32), (33, 64), (128, 64)])
+def test_the_wgmma_tiles(planner, tiles, heads, rows):
+    """Faster ones in the place of those of as many rows do not change who gets which rows."""
+    wgmma = [*tiles[:2], planner.tile(32, 64, 1, wgmma=True), planner.tile(64, 64, 1, wgmma=True)]
+    for mma, one in zip(tiles[2:], wgmma[2:], strict=True):
+        assert one.tile_cost / one.tokens < mma.tile_cost / mma.tokens
+    problem = Problem([1] * 16, [4096] * 16, num_heads=heads)
+    assert wgmma[planner.choose(problem, wgmma)].rows == rows
+
+
 def test_devices_without_the_large_variant(planner, tiles):
     problem = Problem([1], [4096], num_heads=128)
     assert tiles[planner.choose(problem, tiles[:3])].rows == 32

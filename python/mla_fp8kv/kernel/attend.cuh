@@ -33,7 +33,9 @@ class Attend {
  public:
   MLA_DEVICE Attend(const Params& p, uint32_t shared) : p_(p), shared_(shared) {
     lane_ = ptx::thread_index() & 31;
-    warp_ = ptx::warp_index();
+    // Visibly uniform for wgmma, whose matrices then have uniform addresses; not elsewhere, where
+    // it costs registers and gains nothing.
+    warp_ = T::kWgmma ? ptx::warp_index() : ptx::thread_index() >> 5;
     g_ = lane_ >> 2;
     t_ = lane_ & 3;
     token_group_ = warp_ % T::kTokenGroups;
