@@ -207,7 +207,7 @@ class Fp8KvBackend(_BatchMLAPagedAttentionFaBackendBase):
             check_pair(*pair)
 
     def _check_planned_geometry(self, q_nope, ckv_cache) -> None:
-        """Since 0.7.4 upstream compares with what its own plan() kept; check_run_inputs has it."""
+        """Since 0.7.4 upstream compares with what its own plan() kept; run_or_check has it."""
 
     def _run_generated_fa(self, *, profiler_buffer, **arguments):
         return self._fp8_plan.run(**self._planned_arguments(), **arguments)

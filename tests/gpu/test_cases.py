@@ -535,3 +535,36 @@ def test_threads_planning_at_once():
         thread.join()
     for wrapper, inputs, expected in zip(planned, made, want, strict=True):
         assert same_bits(run_planned(wrapper, inputs), expected)
+
+
+def test_threads_planning_and_running_at_once():
+    """Each with a wrapper, a workspace and a stream of its own."""
+    import flashinfer.mla
+
+    cases = [Case((1, 2), (9000 * i + 7, 640), 8, seed=i) for i in range(4)]
+    made = [make_inputs(case) for case in cases]
+    want = [run(inputs) for inputs in made]
+    torch.cuda.synchronize()
+    problems = []
+
+    def work(index):
+        try:
+            own = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(20):
+                    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(own, backend="auto")
+                    plan(wrapper, made[index])
+                    got = run_planned(wrapper, made[index])
+                    stream.synchronize()
+                    if not same_bits(got, want[index]):
+                        problems.append(f"thread {index} got other bits")
+        except Exception as error:  # a thread's exception is nobody's otherwise
+            problems.append(f"thread {index}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems

@@ -78,6 +78,7 @@ def huge(tensor):
 
 REFUSED = {
     "another plan_info": ({"plan_info": [1, 2]}, "plan_info must come from plan()"),
+    "plan_info of no tile": ({"plan_info": [1, 99, 264, 1, 8]}, "plan_info must come from plan()"),
     "other heads": ({"num_heads": 16}, "the query must have the 8 heads of the plan, got 16."),
     "sm_scale negative": ({"sm_scale": -0.1}, "sm_scale must be a finite number that is not"),
     "sm_scale NaN": ({"sm_scale": float("nan")}, "sm_scale must be a finite number that is not"),

@@ -205,7 +205,8 @@ void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> pl
          TensorView out, Optional<TensorView> maybe_lse, int64_t mask_mode, int64_t num_heads,
          int64_t page_size, double sm_scale, bool lse_base_e, double ckv_scale, double kpe_scale,
          Optional<TensorView> group_scales) {
-  if (plan_info.size() != kInfoCount || plan_info[kInfoVersion] != kPlanVersion) {
+  if (plan_info.size() != kInfoCount || plan_info[kInfoVersion] != kPlanVersion ||
+      plan_info[kInfoTile] < 0 || plan_info[kInfoTile] >= kNumTiles) {
     TVM_FFI_THROW(ValueError) << "plan_info must come from plan() of the same module.";
   }
   if (num_heads != plan_info[kInfoNumHeads]) {
