@@ -7,7 +7,8 @@ of both give 158 of 182 kernels the same registers, the others up to 9 more or f
 Run as a program, because a process compiles one thing at a time and keeps the library it loaded:
 
     nvrtc.py LIBRARY                          prints the numbers N for which it has sm_N
-    nvrtc.py LIBRARY FOLDER ARCH KERNEL ...   prints ptxas's report of these template instances
+    nvrtc.py LIBRARY FOLDER ARCH KERNEL ...   prints ptxas's report of these template instances,
+                                              which FOLDER/*.cuh have
 """
 
 import ctypes
@@ -29,12 +30,10 @@ typedef unsigned long uint64_t;
 typedef unsigned long uintptr_t;
 """,
 }
-_PROGRAM = """
+_BUILTINS = """
 #define __builtin_fabsf fabsf
 #define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000u)
 #define __builtin_nanf(text) __builtin_bit_cast(float, 0x7fffffffu)
-#include "kernel.cuh"
-#include "merge.cuh"
 """
 # Functions without a mark are the host's for nvcc, and an error here.
 _OPTIONS = ["-std=c++17", "-DNDEBUG", "-default-device", "--ptxas-options=-v"]
@@ -100,7 +99,9 @@ def main(library: str, *arguments: str) -> int:
         return 0
     folder, arch, *kernels = arguments
     options = [f"-arch=sm_{arch}", f"-I{folder}", *_OPTIONS]
-    compiled, log = compile_program(nvrtc, _PROGRAM, options, _HEADERS, kernels)
+    includes = (f'#include "{path.name}"\n' for path in sorted(Path(folder).glob("*.cuh")))
+    program = _BUILTINS + "".join(includes)
+    compiled, log = compile_program(nvrtc, program, options, _HEADERS, kernels)
     print(log)
     return int(not compiled)
 

@@ -358,15 +358,18 @@ def _summaries(rows: list[Row]) -> list[str]:
     for row in rows:
         by_compiler.setdefault(row.compiler, []).append(row)
     first = next(iter(by_compiler), "")
-    usual = {_kernel(row): _numbers(row) for row in by_compiler.get(first, [])}
+    usual = {_kernel(row): row for row in by_compiler.get(first, [])}
     lines = []
     for compiler, its in by_compiler.items():
         archs = len({row.arch for row in its})
         bad = sum(bool(row.problem) for row in its)
         line = f"{len(its)} kernels on {archs} architectures with {compiler}: {bad} with a problem"
         if compiler != first:
-            other = sum(_numbers(row) != usual.get(_kernel(row)) for row in its)
+            pairs = [(row, usual[_kernel(row)]) for row in its if _kernel(row) in usual]
+            other = sum(_numbers(row) != _numbers(than) for row, than in pairs)
+            more = [row.registers - than.registers for row, than in pairs] or [0]
             line += f", {other} with other numbers than with {first}"
+            line += f" (registers {min(more):+} to {max(more):+})"
         lines.append(line)
     return lines
 

@@ -150,7 +150,7 @@ def test_what_compilers_do_differently_is_in_the_table():
     assert nvcc.endswith("2 architectures with nvcc 13.0.88: 0 with a problem")
     assert nvrtc == (
         "2 kernels on 2 architectures with NVRTC 12.8.93: 0 with a problem, "
-        "1 with other numbers than with nvcc 13.0.88"
+        "1 with other numbers than with nvcc 13.0.88 (registers +0 to +2)"
     )
     stored = json.loads(resources.as_json([first, same]))
     assert stored["compilers"] == [one["compiler"] for one in stored["rows"]]
