@@ -154,9 +154,9 @@ def test_refusals(binding, good, name):
     with pytest.raises(ValueError) as refusal:
         binding.module.run(*changed(good, **changes))
     assert str(refusal.value).startswith(sentence)
-    assert binding.launches == 0
+    assert binding.launched() == 0
     binding.module.run(*good)
-    assert binding.launches == 2
+    assert binding.launched() == 2
 
 
 @pytest.mark.parametrize("slot", ["q_nope", "q_pe", "ckv", "kpe", "out", "lse"])
@@ -164,7 +164,7 @@ def test_tensors_of_another_device(binding, good, slot):
     """No second real device here: torch itself does not hand out meta tensors."""
     with pytest.raises((ValueError, BufferError, RuntimeError, TypeError)):
         binding.module.run(*changed(good, **{slot: lambda t: t.to("meta")}))
-    assert binding.launches == 0
+    assert binding.launched() == 0
 
 
 ACCEPTED = {
@@ -179,7 +179,7 @@ ACCEPTED = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted(binding, good, name):
     binding.module.run(*changed(good, **ACCEPTED[name]))
-    assert binding.launches == 2
+    assert binding.launched() == 2
 
 
 def test_one_query_token_may_have_any_stride(binding, workspaces):
@@ -193,7 +193,7 @@ def test_one_query_token_may_have_any_stride(binding, workspaces):
         *(workspaces[0], workspaces[1], info, query[..., :512], query[..., 512:], *caches),
         *(kv_indices, out, None, NOT_CAUSAL, 8, 1, 0.1, False, 1.0, 1.0, None),
     )
-    assert binding.launches == 1, "nothing is split, nothing merged"
+    assert binding.launched() == 1, "nothing is split, nothing merged"
 
 
 def test_a_captured_launch_has_its_merge_and_keeps_its_tile(binding, workspaces):
@@ -214,7 +214,7 @@ def test_a_captured_launch_has_its_merge_and_keeps_its_tile(binding, workspaces)
         *(workspaces[0], workspaces[1], captured, *tensors(tokens=1), kv_indices),
         *(torch.zeros(1, 8, 512, dtype=BF16), None, NOT_CAUSAL, 8, 1, 0.1, False, 1.0, 1.0, None),
     )
-    assert binding.launches == 2
+    assert binding.launched() == 2
     binding.capture(False)
     assert plan(40, 3000)[0][:3] == captured[:3]
     module.forget(workspaces[1])
@@ -225,4 +225,4 @@ def test_the_format_is_pythons_to_check(binding, good):
     """e5m2 bytes in a module of e4m3 are a wrong result, but no wrong launch."""
     changes = dict.fromkeys(("ckv", "kpe"), lambda t: t.view(E5M2))
     binding.module.run(*changed(good, **changes))
-    assert binding.launches == 2
+    assert binding.launched() == 2

@@ -45,9 +45,9 @@ def test_run(flashinfer, bound, name):
     with pytest.raises(ValueError) as refusal:
         call.do_run(wrapper)
     assert str(refusal.value) == sentence
-    assert bound.runs == [] and bound.binding.launches == 0
+    assert bound.runs == [] and bound.binding.launched() == 0
     good.do_run(wrapper)
-    assert len(bound.runs) == 1 and bound.binding.launches > 0
+    assert len(bound.runs) == 1 and bound.binding.launched() > 0
 
 
 def test_every_sentence_is_one_sentence():
@@ -91,7 +91,7 @@ def test_tensors_on_another_device(flashinfer, bound, name):
     with pytest.raises(ValueError) as refusal:
         call.do_run(wrapper)
     assert str(refusal.value) == f"{name} must be on the wrapper's device cpu, got meta."
-    assert bound.runs == [] and bound.binding.launches == 0
+    assert bound.runs == [] and bound.binding.launched() == 0
 
 
 def test_strided_workspace(flashinfer, device):
