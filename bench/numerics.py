@@ -1,6 +1,6 @@
 """Where the error of FP8 MLA comes from: every path and every rounding against float64.
 
-    python bench/numerics.py            measures on a GPU, writes bench/results/numerics-<gpu>.json
+    python bench/numerics.py            measures on a GPU, writes bench/results/numerics/<gpu>.json
     python bench/numerics.py --table    writes that file's numbers into bench/numerics.md
 
 A path is a kernel, run through the public wrapper, or one rounding put into an otherwise exact
@@ -261,7 +261,7 @@ def with_table(note: str, text: str) -> str:
 
 def default_path(gpu: str) -> Path:
     """Result file of a GPU."""
-    return BENCH / "results" / f"numerics-{machine.slug(gpu)}.json"
+    return BENCH / "results" / "numerics" / f"{machine.slug(gpu)}.json"
 
 
 def main(argv: list[str]) -> int:
@@ -274,7 +274,7 @@ def main(argv: list[str]) -> int:
         found = (
             [options.file]
             if options.file
-            else list(default_path("*").parent.glob("numerics-*.json"))
+            else list(default_path("*").parent.glob("*.json"))
         )
         if len(found) != 1:
             print(f"numerics: --file must say which of {len(found)} results.", file=sys.stderr)
@@ -299,6 +299,7 @@ def main(argv: list[str]) -> int:
         "unusual": look_at_unusual(device, KERNELS),
     }
     path = options.file or default_path(result["machine"]["gpu"])
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     print(f"\nwritten: {path}")

@@ -124,10 +124,10 @@ VARIANTS = (
     _other_gpu("mma", {"MLA_FP8KV_WGMMA": "0"}, "mma.sync for all tiles, as on SM100 and SM103"),
     _other_gpu("smem100k", _LIMIT_100K, "the tiles of SM86/89/120/121, as many CTAs as fit here"),
     _other_gpu("smem100k-1cta", _LIMIT_100K | _ONE_CTA, "the same, one CTA an SM as there"),
-    _other_gpu("smem163k", _LIMIT_A100, "the tiles of SM80"),
+    _other_gpu("smem163k", _LIMIT_A100, "the tiles of SM80, as many CTAs as fit here"),
     _other_gpu("bits", _BITS, "bit placement, as on SM80/86, instead of the conversion"),
     _other_gpu("like-sm86", _LIMIT_100K | _ONE_CTA | _BITS, "both limits of SM86 at once"),
-    _other_gpu("like-sm80", _LIMIT_A100 | _BITS, "both limits of SM80 at once"),
+    _other_gpu("like-sm80", _LIMIT_A100 | _BITS, "the same with bit placement, as there"),
 )
 
 
