@@ -263,10 +263,10 @@ def _row(
 ) -> Row:
     shared = entry.static_shared + dynamic
     fits = shared <= arch.smem_limit
-    problem = ""
-    if entry.spill_bytes:
+    problem = ""  # what does not fit is never launched and may spill
+    if fits and entry.spill_bytes:
         problem = "spills"
-    elif entry.local_bytes:
+    elif fits and entry.local_bytes:
         problem = "uses local memory"
     return Row(
         compiler=compiler,

@@ -67,6 +67,8 @@ def test_spills_and_local_memory_are_problems():
     assert row("90a", report(symbol), 85_728).problem == ""
     assert row("90a", report(symbol, stack=16, stores=12, loads=12), 85_728).problem == "spills"
     assert row("90a", report(symbol, stack=16), 85_728).problem == "uses local memory"
+    large = row("90a", report(symbol, stack=16, stores=12, loads=12), 232_449)
+    assert (large.problem, large.spill_bytes) == ("", 24)
 
 
 @pytest.mark.parametrize(
