@@ -271,11 +271,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--file", type=Path, help="result file (default: by GPU, or the only one)")
     options = parser.parse_args(argv)
     if options.table:
-        found = (
-            [options.file]
-            if options.file
-            else list(default_path("*").parent.glob("*.json"))
-        )
+        found = [options.file] if options.file else list(default_path("*").parent.glob("*.json"))
         if len(found) != 1:
             print(f"numerics: --file must say which of {len(found)} results.", file=sys.stderr)
             return 2
