@@ -8,8 +8,8 @@ HEAD_DIMS_KPE = (64, 0)
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
 # What `backend="auto"` takes on SM90: the last row whose first column is not above the packed rows
-# (num_heads x query tokens) of a mean request decides. One row, because upstream's FP8 FA3 took 2.2
-# to 8.2 times our time in every row of bench/results/nvidia-h200.json, 8 to 2048 packed rows.
+# (num_heads x query tokens) of a mean request decides. One row, because upstream's FP8 FA3 took 2.9
+# to 8.5 times our time in every row of bench/results/nvidia-h200.json, 8 to 2048 packed rows.
 SM90_AUTO = ((0, "mla_fp8kv"),)
 
 

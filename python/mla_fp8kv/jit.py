@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from flashinfer.jit.core import JitSpec, gen_jit_spec
+from flashinfer.jit.core import JitSpec, current_compilation_context, gen_jit_spec
 
 from . import storage
 from .module import StagedModule
@@ -71,11 +71,21 @@ def gen_module(
     return spec
 
 
+def check_architectures() -> None:
+    """Refuse to compile for SM90 without its own instructions, as 0.6 can be told to."""
+    if (9, "0") in current_compilation_context.TARGET_CUDA_ARCHS:
+        raise RuntimeError(
+            "The FP8 MLA module cannot be compiled for architecture 9.0; FLASHINFER_CUDA_ARCH_LIST "
+            "must name it 9.0a, as FlashInfer's own kernels for SM90 need, too."
+        )
+
+
 @functools.cache
 def _load(kv_dtype: torch.dtype, head_dim_kpe: int, bits: bool, loads: bool):
     spec = gen_module(kv_dtype, head_dim_kpe, bits, loads)
     try:
         if not spec.is_aot:
+            check_architectures()
             # 0.6 keeps the build file of an earlier installation, whose paths and flags may differ.
             with FileLock(spec.lock_path, thread_local=False):
                 spec.write_ninja()

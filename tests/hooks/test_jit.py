@@ -70,6 +70,23 @@ def test_an_ahead_of_time_copy_is_found_by_name(jit, flashinfer, tmp_path, monke
     assert spec.get_library_path() == library
 
 
+@pytest.mark.parametrize("archs, good", [({(9, "0a"), (8, "0")}, True), ({(9, "0")}, False)])
+def test_sm90_is_compiled_with_its_own_instructions(jit, monkeypatch, archs, good):
+    monkeypatch.setattr(jit.current_compilation_context, "TARGET_CUDA_ARCHS", archs)
+    if good:
+        jit.check_architectures()
+    else:
+        with pytest.raises(RuntimeError, match=r"FLASHINFER_CUDA_ARCH_LIST must name it 9\.0a"):
+            jit.check_architectures()
+
+
+def test_a_load_asks_for_the_architectures_first(jit, monkeypatch):
+    monkeypatch.setattr(jit.current_compilation_context, "TARGET_CUDA_ARCHS", {(9, "0")})
+    monkeypatch.setattr(jit, "FileLock", None)  # would be called next
+    with pytest.raises(RuntimeError, match="9.0a"):
+        jit._load.__wrapped__(E4M3, 64, False, False)
+
+
 def test_environment_selects_the_conversion(jit, monkeypatch):
     loaded = []
     monkeypatch.setattr(jit, "_load", lambda *key: loaded.append(key))
