@@ -56,9 +56,8 @@ MLA_DEVICE WorkItem further_item(const Params& p, int index) {
 // Each architecture compiles one conversion. PlaceBits: widen by bit placement even where the
 // hardware converts (SM80 and SM86 always do).
 template <bool PlaceBits>
-constexpr Dequant dequant() {
-  return PlaceBits || !MLA_FP8KV_HAS_CVT_E4M3 ? Dequant::kPlaceBits : Dequant::kConvert;
-}
+constexpr Dequant kDequant =
+    PlaceBits || !MLA_FP8KV_HAS_CVT_E4M3 ? Dequant::kPlaceBits : Dequant::kConvert;
 
 template <class T, Format F, bool PlaceBits>
 MLA_KERNEL(T::kThreads, T::kCtasPerSm)
@@ -68,7 +67,7 @@ attention_kernel(const Params p) {
   if constexpr (T::kGroupScales) take_part<T>(item);
 
   const uint32_t shared = ptx::shared_base();
-  Attend<T, F, dequant<PlaceBits>()> attend(p, shared);
+  Attend<T, F, kDequant<PlaceBits>> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
   attend.load_q(item);
   loader.fill();

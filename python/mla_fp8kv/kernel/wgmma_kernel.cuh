@@ -19,7 +19,7 @@ attention_wgmma_kernel(const Params p) {
   if (item.rows == 0) return;
 
   const uint32_t shared = ptx::shared_base();
-  Attend<T, F, dequant<PlaceBits>()> attend(p, shared);
+  Attend<T, F, kDequant<PlaceBits>> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
   attend.load_q(item);
   loader.fill();
