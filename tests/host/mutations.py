@@ -149,8 +149,8 @@ MUTATIONS = [
     Mutation(
         "last tile taken for a full one",
         "attend.cuh",
-        "position + T::kTokens <= (",
-        "position + T::kTokens <= 1 + (",
+        "position + T::kTokens > (",
+        "position + T::kTokens > 1 + (",
         ["test_kv_len_at_tile_edges[Rows8, 63 tokens]"],
     ),
     Mutation(
