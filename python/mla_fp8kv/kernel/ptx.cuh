@@ -187,15 +187,8 @@ MLA_DEVICE uint64_t wgmma_matrix(uint32_t address_16, uint32_t k_stride, uint32_
 template <bool RowsMajor, int RowTiles>
 MLA_DEVICE void wgmma(float (&d)[RowTiles][4], const uint32_t (&a)[4], uint64_t b) {
 #if MLA_FP8KV_HAS_WGMMA
-  static_assert(RowTiles == 1 || RowTiles == 2 || RowTiles == 4 || RowTiles == 8);
-  if constexpr (RowTiles == 1) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, 1, 0; "
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, "
-        "{%4,%5,%6,%7}, %8, p, 1, 1, %9;}"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(RowsMajor));
-  } else if constexpr (RowTiles == 2) {
+  static_assert(RowTiles == 2 || RowTiles == 4 || RowTiles == 8);
+  if constexpr (RowTiles == 2) {
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, 1, 0; "
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
