@@ -60,8 +60,9 @@ def shipped(library: Path) -> set[Kernel]:
     found = {}
     for kind, arguments in _SYMBOL.findall(library.read_bytes()):
         rows = int(re.search(rb"Li(\d+)E", arguments)[1])
-        scaled = re.search(rb"Lb([01])E", arguments)[1] == b"1" and kind != b"attention_wgmma"
-        kernel = Kernel(kind.decode(), rows, scaled)
+        wgmma = b"WgmmaTile" in arguments
+        scaled = re.search(rb"Lb([01])E", arguments)[1] == b"1" and not wgmma
+        kernel = Kernel("attention_wgmma" if wgmma else kind.decode(), rows, scaled)
         if found.setdefault(kernel, arguments) != arguments:
             raise ValueError(f"{library.name} has two kernels {kernel}: tell them apart here.")
     return set(found)
@@ -73,7 +74,8 @@ def in_profile(name: str) -> Kernel:
     arguments = arguments.replace("mla_fp8kv", "").replace("(bool)1", "true")
     rows = int(re.search(r"\d+", arguments)[0])
     scaled = re.search(r"true|false|\(bool\)0", arguments)[0] == "true"
-    return Kernel(kind, rows, scaled and kind != "attention_wgmma")
+    wgmma = "WgmmaTile" in arguments
+    return Kernel("attention_wgmma" if wgmma else kind, rows, scaled and not wgmma)
 
 
 def work(wrapper) -> Work:
@@ -81,7 +83,7 @@ def work(wrapper) -> Work:
     _, tile, grid, merge_items, _ = list(wrapper._plan_info)
     words = wrapper._int_workspace_buffer[: 64 + 48 * grid].cpu().view(torch.int32)
     further = words[16:].view(grid, 12)[:, 9]  # CtaWork::more_count
-    return Work(TILES[tile], merge_items > 0, bool(words[2] > 0), bool((further > 0).any()))
+    return Work(TILES[tile], merge_items > 0, bool(words[1] > 0), bool((further > 0).any()))
 
 
 def attention(tile: Tile, scaled: bool) -> Kernel:

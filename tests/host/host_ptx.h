@@ -47,6 +47,8 @@ MLA_DEVICE const uint8_t* advance(const uint8_t* base, uint32_t chunks) {
   return base + static_cast<uint64_t>(chunks) * 16;
 }
 
+inline void prefetch(const void*) {}
+
 template <class T>
 T load_global(const char* op, const T* p) {
   h::current->read_global(op, p, sizeof(T));
@@ -251,6 +253,13 @@ MLA_DEVICE uint32_t pack_bf16x2(float lo, float hi) {
 MLA_DEVICE void unpack_f16x2(uint32_t v, float& lo, float& hi) {
   lo = h::float_from_f16(static_cast<uint16_t>(v));
   hi = h::float_from_f16(static_cast<uint16_t>(v >> 16));
+}
+inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  const auto larger = [](uint32_t x, uint32_t y) {
+    const float fx = h::float_of(x), fy = h::float_of(y);
+    return std::isnan(fx) ? y : std::isnan(fy) ? x : fx > fy ? x : y;
+  };
+  return larger(a & 0xffff0000u, b & 0xffff0000u) | larger(a << 16, b << 16) >> 16;
 }
 MLA_DEVICE float as_float(uint32_t v) { return h::float_of(v); }
 MLA_DEVICE uint32_t as_bits(float v) { return h::bits_of(v); }

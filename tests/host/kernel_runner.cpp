@@ -10,7 +10,7 @@
 
 #include "merge.cuh"
 #include "plan.h"
-#include "wgmma_kernel.cuh"
+#include "overlapped_kernel.cuh"
 
 namespace host = mla_fp8kv::host;
 using namespace mla_fp8kv;
@@ -98,6 +98,7 @@ void attend(const Call& call, host::Report& report, host::ConflictCounts& counts
   std::memset(partial_bytes, host::kPoison, partials.size() * sizeof(WorkItem));
   Params p = make_params(call);
   p.plan = reinterpret_cast<const uint8_t*>(plan.data());
+  p.merge_offset = merge_offset(call.grid);
   p.partial_out = partial_bytes;
   p.partial_stat = reinterpret_cast<float*>(partial_bytes + out_bytes);
 
@@ -129,8 +130,8 @@ void attend(const Call& call, host::Report& report, host::ConflictCounts& counts
   launch.threads = T::kThreads;
   launch.shared_bytes = T::kSharedBytes;
   host::run(launch, global, report, counts, [&] {
-    if constexpr (T::kWgmma) {
-      attention_wgmma_kernel<T, kFormat, /*PlaceBits=*/false>(p);
+    if constexpr (T::kOverlapped) {
+      attention_overlapped_kernel<T, kFormat, /*PlaceBits=*/false>(p);
     } else {
       attention_kernel<T, kFormat, /*PlaceBits=*/false>(p);
     }

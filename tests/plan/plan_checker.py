@@ -38,10 +38,23 @@ MERGE_ITEM = np.dtype(
     + [("reserved", np.int32, 3)]
 )
 HEADER = np.dtype(
-    [(name, np.int32) for name in "num_merge_items merge_offset num_many".split()]
-    + [("reserved", np.int32, 13)]
+    [(name, np.int32) for name in "num_merge_items num_many".split()]
+    + [("reserved", np.int32, 14)]
 )
 CTA_WORK_OFFSET = 64
+
+
+def merge_offset(grid: int) -> int:
+    """Where the merge items begin: after the CTAs' records, at a multiple of their own size."""
+    end = CTA_WORK_OFFSET + grid * CTA_WORK.itemsize
+    return -(-end // MERGE_ITEM.itemsize) * MERGE_ITEM.itemsize
+
+
+def least_merge_bytes(grid: int) -> int:
+    """Bytes of the merge items that exist whatever the plan is."""
+    return (grid // 2 + 1) * MERGE_ITEM.itemsize
+
+
 FEW_PARTIALS = 16  # params.h: up to this many, a merge item comes after those with more
 
 STATUS = (
@@ -81,7 +94,6 @@ class PlanResult(ctypes.Structure):
         ("staged_bytes", ctypes.c_int64),
         ("num_items", ctypes.c_int32),
         ("num_merge_items", ctypes.c_int32),
-        ("max_count", ctypes.c_int32),
         ("num_slots", ctypes.c_int32),
         ("request", ctypes.c_int32),
         ("limit", ctypes.c_int64),
@@ -140,7 +152,7 @@ class Plan:
         self.header = raw[: HEADER.itemsize].view(HEADER)[0]
         end = CTA_WORK_OFFSET + grid * CTA_WORK.itemsize
         self.ctas = raw[CTA_WORK_OFFSET:end].view(CTA_WORK)
-        begin = int(self.header["merge_offset"])
+        begin = merge_offset(grid)
         end = begin + int(self.header["num_merge_items"]) * MERGE_ITEM.itemsize
         self.merges = raw[begin:end].view(MERGE_ITEM)
         self.merge_end = end
@@ -237,12 +249,13 @@ def check_plan(problem: Problem, tile: TileShape, plan: Plan) -> None:
     qo_indptr, kv_indptr, _ = problem.arrays()
     request_at = {int(qo_indptr[b]): b for b, n in enumerate(problem.qo_lens) if n > 0}
 
-    assert plan.header["merge_offset"] % 32 == 0, "alignment of the merge items"
-    assert plan.header["merge_offset"] >= CTA_WORK_OFFSET + plan.grid * CTA_WORK.itemsize
+    end_of_least = merge_offset(plan.grid) + least_merge_bytes(plan.grid)
+    spare = plan.staged[plan.merge_end : end_of_least]
+    assert not spare.any(), "the merge reads items beyond the plan's own: they have no rows"
 
     # Read every CTA's items in order; the line is the concatenation of the CTAs' ranges.
     line = []
-    first_further = plan.merge_end // WORK_ITEM.itemsize
+    first_further = max(plan.merge_end, end_of_least) // WORK_ITEM.itemsize
     further = first_further
     for cta in range(plan.grid):
         items = plan.items(cta)
@@ -303,7 +316,6 @@ def check_plan(problem: Problem, tile: TileShape, plan: Plan) -> None:
     assert slots == list(range(len(slots))), "slots are counted along the line"
     assert len(slots) == plan.result.num_slots <= 2 * plan.grid, "slot capacity"
     counts = [int(m["count"]) for m in plan.merges]
-    assert plan.result.max_count == max(counts, default=0), "max_count"
     many = [count > FEW_PARTIALS for count in counts]
     assert plan.header["num_many"] == sum(many), "num_many"
     assert many == sorted(many, reverse=True), "items with many partials come first"

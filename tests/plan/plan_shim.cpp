@@ -60,7 +60,6 @@ int32_t shim_layout(int32_t* out) {
       offsetof(MergeItem, count),
       sizeof(PlanHeader),
       offsetof(PlanHeader, num_merge_items),
-      offsetof(PlanHeader, merge_offset),
       offsetof(PlanHeader, num_many),
       static_cast<size_t>(kCtaWorkOffset),
       static_cast<size_t>(kNotCausal),

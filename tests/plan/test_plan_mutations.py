@@ -19,7 +19,11 @@ MUTATIONS = {
     "further items found late": ("if (work.more_count++ == 0) work", "++work.more_count, work"),
     "unseen rows merge a slot": ("t.rows, 0, 0, {}}", "t.rows, 0, 1, {}}"),
     "pages of the neighbour": ("= in.kv_indptr[t.request]", "= in.kv_indptr[t.request + 1]"),
-    "stale records": ("std::memset(base, 0, merge_offset);", ""),
+    "stale records": (
+        "std::memset(base, 0, merge_offset(grid) + least_merge_items(grid) * item_bytes);",
+        "",
+    ),
+    "stale merge items": ("merge_offset(grid) + least_merge_items(grid) * item_bytes);", "merge_offset(grid));"),
     "merge items misaligned": ("sizeof(CtaWork)}, 32)", "sizeof(CtaWork)}, 16)"),
     "tiny pieces": ("return item_units / kTileUnits + 1;", "return 1;"),
     "one piece at any price": ("<= even + line.item_units / kTileUnits", "<= 9 * even"),

@@ -22,9 +22,6 @@ namespace mla_fp8kv {
 #endif
 
 constexpr float kSlack = 8.f;
-// The reference before any score. Finite, so that a masked score (-inf) minus it is -inf and not
-// NaN.
-constexpr float kNoReference = -1e30f;
 constexpr float kMasked = -__builtin_huge_valf();
 constexpr float kSmallestFactor = 1.17549435e-38f;  // makes any score a logit of 0
 
@@ -40,7 +37,7 @@ class Attend {
     t_ = lane_ & 3;
     token_group_ = warp_ % T::kTokenGroups;
     row_group_ = warp_ / T::kTokenGroups;
-    const int row = lane_ % T::kBlockRows, chunk = lane_ >> 4;
+    const int row = lane_ & 15, chunk = lane_ >> 4;
     even_ = chunk_offset<T>(row, chunk);
     odd_ = chunk_offset<T>(row, chunk + 2);
   }
@@ -66,54 +63,45 @@ class Attend {
     }
   }
 
-  // Scales each row of Q by a power of two into FP16's range (exact: FP16 has more mantissa than
-  // BF16) and stages it as MMA fragments. Ends with a barrier; needs one before it if shared memory
-  // is in use.
+  // Stages Q as MMA fragments, in FP16: rows of BF16 are scaled by a power of two into its range
+  // (exact: FP16 has more mantissa). Ends with a barrier; needs one before it if shared memory is
+  // in use.
   MLA_DEVICE void stage_q() {
-    const int row = 8 * (warp_ % T::kRowTiles) + g_;
-    float largest = 0.f;
+    float scale_down = 1.f;
+    if (p_.q_is_bf16) {
+      const float scale_up = q_scale(scale_down);
 #pragma unroll
-    for (int i = 0; i < T::kQPieces; ++i) {
-      float x[4];
-      widen_q(i, x);
+      for (int i = 0; i < T::kQPieces; ++i) {
+        float x[4];
+        x[0] = ptx::as_float(q_[i].x << 16) * scale_up;
+        x[1] = ptx::as_float(q_[i].x & 0xffff0000u) * scale_up;
+        x[2] = ptx::as_float(q_[i].y << 16) * scale_up;
+        x[3] = ptx::as_float(q_[i].y & 0xffff0000u) * scale_up;
+        ptx::U2 fragment;
+        if constexpr (Widen<F, D>::kAlternatePairs) {
+          fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};
+        } else {
+          fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
+        }
+        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
+      }
+    } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) largest = ptx::max(largest, __builtin_fabsf(x[j]));
+      for (int i = 0; i < T::kQPieces; ++i) {
+        ptx::U2 fragment = q_[i];
+        if constexpr (Widen<F, D>::kAlternatePairs) {
+          fragment = {ptx::byte_permute(q_[i].x, q_[i].y, 0x5410),
+                      ptx::byte_permute(q_[i].x, q_[i].y, 0x7632)};
+        }
+        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
+      }
     }
-    largest = ptx::max(largest, ptx::shuffle_xor(largest, 1));
-    largest = ptx::max(largest, ptx::shuffle_xor(largest, 2));
-    if constexpr (T::kWarpsPerRowTile > 1) {  // the row is spread over warps
-      const uint32_t cell = shared_ + T::kQMaxOffset + 4 * row;
-      if (warp_ < T::kRowTiles && t_ == 0) ptx::st_shared(cell, 0u);
-      ptx::sync_block();
-      if (t_ == 0) ptx::atomic_max_shared(cell, ptx::as_bits(largest));
-      ptx::sync_block();
-      ptx::ld_shared(largest, cell);
-    }
-    // 2^up brings the largest element into [2^14, 2^15). Clamped so that both powers are normal
-    // floats.
-    const int exponent = static_cast<int>((ptx::as_bits(largest) >> 23) & 0xff) - 127;
-    const int up = 14 - exponent < 126 ? 14 - exponent : 126;
-    const float scale_up = ptx::as_float(static_cast<uint32_t>(up + 127) << 23);
     if (warp_ < T::kRowTiles && t_ == 0) {
-      const float scale_down = ptx::as_float(static_cast<uint32_t>(127 - up) << 23);
+      const int row = 8 * warp_ + g_;
       // Never 0 (sm_scale 0, or too small for such a row): 0 x -inf is no masked score.
       const float factor = p_.score_scale * Widen<F, D>::kScale * scale_down;
       ptx::st_shared(shared_ + T::kFactorOffset + 4 * row, ptx::max(factor, kSmallestFactor));
       ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * row, kNoReference);
-    }
-#pragma unroll
-    for (int i = 0; i < T::kQPieces; ++i) {
-      float x[4];
-      widen_q(i, x);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] *= scale_up;
-      ptx::U2 fragment;
-      if constexpr (Widen<F, D>::kAlternatePairs) {
-        fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};
-      } else {
-        fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
-      }
-      store_q(q_step(i), warp_ % T::kRowTiles, fragment);
     }
     if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
@@ -146,22 +134,20 @@ class Attend {
                             : T::kQkRowTiles == 2               ? 2
                                                                 : 1;
     const uint32_t tile =
-        tile_address(slot) + token_group_ * T::kQkBlocks * T::kBlockRows * T::kKvRowBytes;
+        tile_address(slot) + token_group_ * T::kQkBlocks * 16 * T::kKvRowBytes;
     float acc[T::kQkBlocks][T::kQkRowTiles][kChains][4];
     constexpr int kPairs = T::kQkSteps / 2, kCkvPairs = T::kCkvSteps / 2;
     constexpr int kPePairs = kPairs - kCkvPairs;
     zero(acc);
     zero(score_);
     NanFinder nan[T::kQkBlocks][2];
-#pragma unroll
-    for (int i = 0; i < (MLA_FP8KV_LOADS_ONLY ? 0 : kPairs); ++i) {
-      const int pair = i < kPePairs ? kCkvPairs + i : i - kPePairs;  // 32 dims; kpe comes first
+    const auto multiply = [&](int pair) {  // 32 dims
       uint32_t k[T::kQkBlocks][2][4];
 #pragma unroll
       for (int b = 0; b < T::kQkBlocks; ++b) {
         uint32_t word[4];  // rows g and g+8 of one k-step, rows g and g+8 of the next
         ptx::ldmatrix_x4(word, tile + ((pair & 1) ? odd_ : even_) + (pair >> 1) * 64 +
-                                   b * T::kBlockRows * T::kKvRowBytes);
+                                   b * 16 * T::kKvRowBytes);
         if constexpr (Widen<F, D>::kHidesNan) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) nan[b][i & 1].look(word[i]);
@@ -182,12 +168,20 @@ class Attend {
             ptx::mma_m16n8k16_f16(acc[b][n][(2 * pair + half) % kChains], k[b][half], q[half][n][0],
                                   q[half][n][1]);
           }
-      // kpe has its own scale. Applied here, in FP32, it costs no bits of Q.
-      if (kPePairs > 0 && i == kPePairs - 1) scale_all(acc, p_.pe_ratio);
+    };
+    // kpe comes first: it has its own scale, which in FP32 costs no bits of Q.
+    if constexpr (kPePairs > 0 && !MLA_FP8KV_LOADS_ONLY) {
+#pragma unroll
+      for (int i = 0; i < kPePairs; ++i) multiply(kCkvPairs + i);
+      scale_all(acc, p_.pe_ratio);
+    }
+    if constexpr (T::kGroupScales) move_to_scores(acc);
+#pragma unroll
+    for (int pair = 0; pair < (MLA_FP8KV_LOADS_ONLY ? 0 : kCkvPairs); ++pair) {
+      multiply(pair);
       if constexpr (T::kGroupScales) {
-        if (i == kPePairs - 1) move_to_scores(acc);
         constexpr int kPairsPerGroup = kScaleGroupDims / 32;
-        if (i >= kPePairs && pair % kPairsPerGroup == kPairsPerGroup - 1) {
+        if (pair % kPairsPerGroup == kPairsPerGroup - 1) {
           add_scaled_group(slot, pair / kPairsPerGroup, acc);
         }
       }
@@ -214,7 +208,7 @@ class Attend {
     if constexpr (MLA_FP8KV_LOADS_ONLY) return meanwhile();
     constexpr int kPeGroups = T::kKpeDim / 64;
     const auto dims = [](int i) { return i < kPeGroups ? kGroups - kPeGroups + i : i - kPeGroups; };
-    const uint32_t tile = tile_address(slot) + token_group_ * T::kBlockRows * T::kKvRowBytes;
+    const uint32_t tile = tile_address(slot) + token_group_ * 16 * T::kKvRowBytes;
     const uint32_t q_16 =
         ptx::not_hoisted((shared_ + T::kQOffset + row_group_ * T::kQkRowTiles * kCoreBytes) >> 4);
     NanFinder nan[2];
@@ -344,15 +338,12 @@ class Attend {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = 8 * n + 2 * t_ + c;
-        float old;
+        float old, x[T::kTokenGroups];
         ptx::ld_shared(old, shared_ + T::kRowMaxOffset + 4 * row);
+        read_cells(tile_max_address(0, row), x);
         raised[c] = old;
 #pragma unroll
-        for (int k = 0; k < T::kTokenGroups; ++k) {
-          float x;
-          ptx::ld_shared(x, tile_max_address(k, row));
-          raised[c] = ptx::max(raised[c], x);
-        }
+        for (int k = 0; k < T::kTokenGroups; ++k) raised[c] = ptx::max(raised[c], x[k]);
         shrink[c] = raised[c] == old ? 1.f : ptx::exp2(old - raised[c]);
       }
 #pragma unroll
@@ -409,7 +400,7 @@ class Attend {
         // Tokens 0..7 and 8..15 of 16 dims, then of the next 16.
         uint32_t word[4], v[2][4];
         ptx::ldmatrix_x4_trans(word, tile + ((d & 2) ? odd_ : even_) + (d >> 2) * 64 +
-                                         k * T::kBlockRows * T::kKvRowBytes);
+                                         k * 16 * T::kKvRowBytes);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // Row g of the MMA is dim 2g of the block, row g+8 is dim 2g+1.
@@ -424,20 +415,21 @@ class Attend {
     }
   }
 
-  // The same with wgmma. The tensor core works during each `meanwhile(i)`, i = 0..3.
+  // The same with wgmma, in groups of 16 tokens and 64 of this warp's dims. The tensor core works
+  // during each `meanwhile(i)`, i < kPvGroups.
+  static constexpr int kPvParts = T::kDimBlocks / 4, kPvGroups = T::kTokenBlocks * kPvParts;
   template <class Meanwhile>
   MLA_DEVICE void output_wgmma(int slot, int buffer, Meanwhile meanwhile) {
     const uint32_t tile = tile_address(slot) + warp_ * T::kWarpDims;
     if constexpr (MLA_FP8KV_LOADS_ONLY) {
-      for (int i = 0; i < 4; ++i) meanwhile(i);
+      for (int i = 0; i < kPvGroups; ++i) meanwhile(i);
       return;
     }
     const uint32_t p_16 = (shared_ + T::kPOffset + buffer * T::kPBytes) >> 4;
     uint32_t word[2][4];  // each: tokens 0..7 and 8..15 of 16 dims, then of the next 16
-    uint32_t v[2][4]
-              [4];  // a k-step's four blocks of dims in use by the tensor core, four in the making
-    const auto fetch = [&](int k) {
-      const uint32_t at = tile + k * T::kBlockRows * T::kKvRowBytes;
+    uint32_t v[2][4][4];  // four blocks of dims in use by the tensor core, four in the making
+    const auto fetch = [&](int i) {
+      const uint32_t at = tile + i / kPvParts * 16 * T::kKvRowBytes + i % kPvParts * 64;
       ptx::ldmatrix_x4_trans(word[0], at + even_);
       ptx::ldmatrix_x4_trans(word[1], at + odd_);
     };
@@ -454,18 +446,19 @@ class Attend {
     fetch(0);
     widen(v[0]);
 #pragma unroll
-    for (int k = 0; k < T::kTokenBlocks; ++k) {
-      if (k + 1 < T::kTokenBlocks) fetch(k + 1);
+    for (int i = 0; i < kPvGroups; ++i) {
+      if (i + 1 < kPvGroups) fetch(i + 1);
+      const int k = i / kPvParts, first = i % kPvParts * 4;
       ptx::wgmma_begin();
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        ptx::wgmma<true>(out_[d], v[k & 1][d],
+        ptx::wgmma<true>(out_[first + d], v[i & 1][d],
                          ptx::wgmma_matrix(p_16 + 2 * k * kCoreRow / 16, kCoreRow, kCoreBytes));
       }
       ptx::wgmma_commit();
-      meanwhile(k);
+      meanwhile(i);
       ptx::wgmma_wait<1>();
-      if (k + 1 < T::kTokenBlocks) widen(v[(k + 1) & 1]);
+      if (i + 1 < kPvGroups) widen(v[(i + 1) & 1]);
     }
     ptx::wgmma_wait<0>();
 #pragma unroll
@@ -552,12 +545,9 @@ class Attend {
     const int half = T::kRowTiles == 1 ? step & 1 : row_tile & 1;
     return shared_ + T::kQOffset + (pair * 32 + lane_) * 16 + half * 8;
   }
-  // This lane's ldmatrix row in the first 16-token block of the tile that begins at `slot`, without
-  // the chunk.
+  // The tile in `slot`.
   MLA_DEVICE uint32_t tile_address(int slot) const {
-    int own = slot + (T::kOwnLoads ? (lane_ >> 3) & 1 : 0);
-    if (own >= T::kSlots) own -= T::kSlots;
-    return shared_ + T::kRingOffset + own * T::kSlotBytes;
+    return shared_ + T::kRingOffset + slot * T::kSlotBytes;
   }
   // Row tile n of P in the row of a token: swizzled, so that 8 tokens of one row tile lie in 8
   // different chunks of banks.
@@ -569,33 +559,66 @@ class Attend {
   }
   MLA_DEVICE int qk_token(int b) const { return 16 * (token_group_ * T::kQkBlocks + b) + g_; }
   MLA_DEVICE uint32_t tile_max_address(int token_group, int row) const {
-    return shared_ + T::kTileMaxOffset + 4 * (token_group * T::kRows + row);
+    return shared_ + T::kTileMaxOffset + 4 * (row * T::kTokenGroups + token_group);
   }
   MLA_DEVICE uint32_t sum_address(int token_group, int row) const {
-    return shared_ + T::kSumOffset + 4 * (token_group * T::kRows + row);
+    return shared_ + T::kSumOffset + 4 * (row * T::kTokenGroups + token_group);
   }
   MLA_DEVICE float row_sum(int row) const {
-    float sum = 0.f;
+    float x[T::kTokenGroups], sum = 0.f;
+    read_cells(sum_address(0, row), x);
 #pragma unroll
-    for (int k = 0; k < T::kTokenGroups; ++k) {
-      float x;
-      ptx::ld_shared(x, sum_address(k, row));
-      sum += x;
-    }
+    for (int k = 0; k < T::kTokenGroups; ++k) sum += x[k];
     return sum;
+  }
+  template <int N>
+  static MLA_DEVICE void read_cells(uint32_t address, float (&x)[N]) {
+    static_assert(N == 2 || N % 4 == 0, "read in pieces of 8 or 16 bytes");
+    if constexpr (N == 2) {
+      ptx::U2 v;
+      ptx::ld_shared(v, address);
+      x[0] = ptx::as_float(v.x);
+      x[1] = ptx::as_float(v.y);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) {
+        ptx::U4 v;
+        ptx::ld_shared(v, address + 4 * i);
+        x[i] = ptx::as_float(v.x);
+        x[i + 1] = ptx::as_float(v.y);
+        x[i + 2] = ptx::as_float(v.z);
+        x[i + 3] = ptx::as_float(v.w);
+      }
+    }
   }
 
   // ---- Q
-  MLA_DEVICE void widen_q(int i, float (&x)[4]) const {
-    if (p_.q_is_bf16) {
-      x[0] = ptx::as_float(q_[i].x << 16);
-      x[1] = ptx::as_float(q_[i].x & 0xffff0000u);
-      x[2] = ptx::as_float(q_[i].y << 16);
-      x[3] = ptx::as_float(q_[i].y & 0xffff0000u);
-    } else {
-      ptx::unpack_f16x2(q_[i].x, x[0], x[1]);
-      ptx::unpack_f16x2(q_[i].y, x[2], x[3]);
+  // The power of two that brings the largest element of this thread's row into [2^14, 2^15), and
+  // its inverse. Clamped so that both are normal floats.
+  MLA_DEVICE float q_scale(float& scale_down) const {
+    uint32_t pair = 0;
+#pragma unroll
+    for (int i = 0; i < T::kQPieces; ++i) {
+      pair = ptx::max_bf16x2(pair, q_[i].x & 0x7fff7fffu);
+      pair = ptx::max_bf16x2(pair, q_[i].y & 0x7fff7fffu);
     }
+    pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 1));
+    pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 2));
+    float largest = ptx::max(ptx::as_float(pair << 16), ptx::as_float(pair & 0xffff0000u));
+    if constexpr (T::kWarpsPerRowTile > 1) {  // the row is spread over warps
+      const uint32_t cells =
+          shared_ + T::kQMaxOffset + (8 * (warp_ % T::kRowTiles) + g_) * T::kWarpsPerRowTile * 4;
+      if (t_ == 0) ptx::st_shared(cells + warp_ / T::kRowTiles * 4, largest);
+      ptx::sync_block();
+      float x[T::kWarpsPerRowTile];
+      read_cells(cells, x);
+#pragma unroll
+      for (int i = 0; i < T::kWarpsPerRowTile; ++i) largest = ptx::max(largest, x[i]);
+    }
+    const int exponent = static_cast<int>((ptx::as_bits(largest) >> 23) & 0xff) - 127;
+    const int up = 14 - exponent < 126 ? 14 - exponent : 126;
+    scale_down = ptx::as_float(static_cast<uint32_t>(127 - up) << 23);
+    return ptx::as_float(static_cast<uint32_t>(up + 127) << 23);
   }
 
   // Q and P for wgmma: cores of 8 k x 8 rows, those of all row tiles together.
@@ -682,14 +705,9 @@ class Attend {
 
   // ---- group scales: row token of S^T, k index of the second product
   MLA_DEVICE float group_scale(int slot, int token, int group) const {
-    static_assert(!T::kGroupScales || T::kOwnLoads,
-                  "scales are found by the layout of two slots a tile");
-    int own = slot + ((token >> 3) & 1);
-    if (own >= T::kSlots) own -= T::kSlots;
-    const int row = (token >> 4) * 8 + (token & 7);
     float x;
-    ptx::ld_shared(x, shared_ + T::kScaleRingOffset + own * T::kScaleSlotBytes +
-                          4 * (row * kScaleGroups + group));
+    ptx::ld_shared(x, shared_ + T::kScaleRingOffset + slot * T::kScaleSlotBytes +
+                          4 * (token * kScaleGroups + group));
     return x;
   }
 

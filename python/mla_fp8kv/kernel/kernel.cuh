@@ -38,12 +38,34 @@ struct Work {
   int more, more_end;
 };
 
+// Brings what is read first into L2, and its pages into the TLB, while the previous kernel may still
+// run. It is read after that kernel's end: what that writes is seen.
+template <class T>
+MLA_DEVICE void prefetch(const Params& p, const WorkItem& item) {
+  const int thread = ptx::thread_index();
+  if (item.kv_begin + thread < item.kv_end) {
+    ptx::prefetch(p.kv_indices + item.page_begin + divide(item.kv_begin + thread, p.page_size));
+  }
+  constexpr int kPieces = T::kThreads / T::kRows;  // of a row of Q: 128 bytes each
+  const int row = thread / kPieces, piece = thread % kPieces;
+  if (row < item.rows && piece * 64 < kCkvDim) {
+    const uint32_t packed = item.row_begin + row;
+    const uint32_t query = divide(packed, p.heads);
+    const int64_t token = item.q_begin + query;
+    const int64_t head = packed - query * p.heads.value;
+    ptx::prefetch(p.q_nope + token * p.q_nope_token_stride + head * p.q_nope_head_stride +
+                  piece * 64);
+  }
+}
+
+template <class T>
 MLA_DEVICE Work begin(const Params& p) {
   const CtaWork* work =
       reinterpret_cast<const CtaWork*>(p.plan + kCtaWorkOffset) + ptx::block_index();
   const WorkItem item = load_item(&work->first);
   const ptx::U2 further = ptx::ld_const(reinterpret_cast<const ptx::U2*>(&work->more_begin));
   const int more = static_cast<int>(further.x);
+  prefetch<T>(p, item);
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   return {item, more, more + static_cast<int>(further.y)};
@@ -60,64 +82,75 @@ constexpr Dequant kDequant =
     PlaceBits || !MLA_FP8KV_HAS_CVT_E4M3 ? Dequant::kPlaceBits : Dequant::kConvert;
 
 template <class T, Format F, bool PlaceBits>
-MLA_KERNEL(T::kThreads, T::kCtasPerSm)
-attention_kernel(const Params p) {
-  auto [item, more, more_end] = begin(p);
+MLA_DEVICE void attend_items(const Params& p) {
+  auto [item, more, more_end] = begin<T>(p);
   if (item.rows == 0) return;
   if constexpr (T::kGroupScales) take_part<T>(item);
 
   const uint32_t shared = ptx::shared_base();
   Attend<T, F, kDequant<PlaceBits>> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
-  attend.load_q(item);
-  loader.fill();
-  if constexpr (!T::kOwnLoads) ptx::cp_async_wait<T::kSlots - 1>();
-  attend.stage_q();
-
-  // Groups of cp.async that may be unfinished when a tile is needed: kSlots were closed before the
-  // loop and kTileSlots in every round but the first, each holds one slot.
-  constexpr int kSpare = T::kSlots - T::kTileSlots;
-  bool first_round = true;
-  int slot = 0, buffer = 0, position = item.kv_begin;
+  constexpr int kGroups = Loader<T>::kTileGroups;
+  // Loads of Q fit between the page indices and the rows of KV that wait for them; but not both the
+  // indices and many rows of Q into the registers.
+  constexpr bool kFillFirst = T::kRows >= 32;
+  bool first_item = true;
+  int slot = 0;
   while (true) {
-    if constexpr (T::kOwnLoads) {  // a warp multiplies the rows it fetched itself
-      if (first_round) {
-        ptx::cp_async_wait<kSpare>();
-      } else {
-        ptx::cp_async_wait<kSpare - T::kTileSlots>();
-      }
-      ptx::sync_warp();
+    if (first_item && kFillFirst) loader.fill();
+    attend.load_q(item);
+    if (first_item) {
+      if constexpr (!kFillFirst) loader.fill();
+      if constexpr (!T::kOwnLoads) ptx::cp_async_wait<(T::kSlots - 1) * kGroups>();
+      first_item = false;
     }
-    attend.scores(slot);
-    attend.mask(item, position);
-    const bool exceeds = attend.softmax(buffer);
-    if constexpr (!T::kOwnLoads) {  // the next tile, before the barrier that lets other warps read
-                                    // it
-      if (first_round) {
-        ptx::cp_async_wait<kSpare - 1>();
-      } else {
-        ptx::cp_async_wait<kSpare - 2>();
-      }
-    }
-    if (ptx::sync_block_or(exceeds)) attend.raise_reference(buffer);
-    attend.add_sums();
-    if (!first_round) loader.refill(slot);  // everyone is done with the tile before this one
-    attend.output(slot, buffer);
+    attend.stage_q();
 
-    first_round = false;
-    slot =
-        slot + T::kTileSlots < T::kSlots ? slot + T::kTileSlots : slot + T::kTileSlots - T::kSlots;
-    buffer ^= 1;
-    position += T::kTokens;
-    if (position < item.kv_end) continue;
+    for (int position = item.kv_begin; position < item.kv_end; position += T::kTokens) {
+      if constexpr (T::kOwnLoads) {  // a warp multiplies the rows it fetched itself
+        ptx::cp_async_wait<(T::kSlots - 1) * kGroups>();
+        ptx::sync_warp();
+      }
+      if constexpr (T::kWgmma) {
+        attend.scores_wgmma(slot, [] {});
+      } else {
+        attend.scores(slot);
+      }
+      attend.mask(item, position);
+      // The first tile of an item exceeds the reference there is before any score.
+      const bool exceeds = position == item.kv_begin || attend.softmax(0);
+      if constexpr (T::kWgmma) ptx::publish_to_wgmma();
+      if (ptx::sync_block_or(exceeds)) attend.raise_reference(0);
+      attend.add_sums();
+      if constexpr (T::kWgmma) {
+        attend.output_wgmma(slot, 0, [](int) {});
+      } else {
+        attend.output(slot, 0);
+      }
+      if (position + T::kTokens < item.kv_end || more != more_end) {
+        // The page indices for refill(); where warps share loads, the next tile, before the barrier
+        // that lets others read it.
+        ptx::cp_async_wait<1>();
+        ptx::sync_block();  // everyone is done with this tile
+        loader.refill(slot);
+      }
+      slot = slot + 1 < T::kSlots ? slot + 1 : 0;
+    }
 
     attend.finish(item);
     if (more == more_end) break;
     item = further_item(p, more++);
     if constexpr (T::kGroupScales) take_part<T>(item);
-    position = item.kv_begin;
-    attend.load_q(item);
-    attend.stage_q();
+  }
+}
+
+template <class T, Format F, bool PlaceBits>
+MLA_KERNEL(T::kThreads, T::kCtasPerSm)
+attention_kernel(const Params p) {
+  if constexpr (T::kWgmma && !MLA_FP8KV_HAS_WGMMA) {
+    ptx::trap();  // the plan gives no other GPU these tiles
+  } else {
+    attend_items<T, F, PlaceBits>(p);
   }
 }
 

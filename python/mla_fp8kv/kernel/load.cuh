@@ -26,53 +26,53 @@ template <class T>
 class Loader {
  public:
   // `first` is the CTA's first work item; items [more, more_end) of the plan are its further ones.
+  // Asks for the page indices of the first tiles.
   MLA_DEVICE Loader(const Params& p, const WorkItem& first, int more, int more_end, uint32_t shared)
       : p_(p), more_(more), more_end_(more_end), shared_(shared) {
     warp_ = ptx::thread_index() >> 5;
     lane_ = ptx::thread_index() & 31;
     walk_ = {first.kv_begin, first.kv_end, first.page_begin};
     fetch_following_item();
-  }
-
-  // Starts the copy of the first kSlots slots. A cp.async group closes after each slot, here and in
-  // refill(), whether or not there was something to load, so that counting groups counts slots.
-  MLA_DEVICE void fill() {
-    constexpr int kTiles = T::kSlots / T::kTileSlots;
-    Place tile[kTiles];
-    int32_t page[kTiles];
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      tile[i] = walk_;
-      page[i] = 0;
-      if (tile[i].left() > 0) page[i] = ptx::ld_const(index_of(tile[i]));
+    for (int i = 0; i < T::kSlots; ++i) {
+      first_[i] = walk_;
+      first_page_[i] = 0;
+      if (first_[i].left() > 0) first_page_[i] = ptx::ld_const(index_of(first_[i]));
       step();
     }
+  }
+
+  // Starts the copy of the first tiles, one to a slot. Here and in refill(), whether or not there is
+  // something to load, each tile closes a group of cp.async, after one with the page indices of
+  // the tile that comes next: kTileGroups a tile.
+  MLA_DEVICE void fill() {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      locate(tile[i], page[i]);
-      if (i == 0) fetch_index();
+    for (int i = 0; i < T::kSlots; ++i) {
+      locate(first_[i], first_page_[i]);
+      if (i == T::kSlots - 1) fetch_index();
+      ptx::cp_async_commit();
       ptx::sync_warp();
-      copy_tile(tile[i].left(), i * T::kTileSlots);
+      copy_rows(first_[i].left(), i);
       ptx::sync_warp();  // before locations are overwritten
     }
   }
+  static constexpr int kTileGroups = 2;
 
-  // Starts the copy of the next tile, into the slots of the tile before the one that begins at
-  // `slot`.
+  // Starts the copy of the next tile into `slot`. Its page indices must have landed: all groups but
+  // the last one.
   MLA_DEVICE void refill(int slot) {
     const Place tile = next_;
     uint32_t page = 0;
-    if (tile.left() > 0 && lane_ < kWarpRows) ptx::ld_shared(page, index_cell());
+    if (tile.left() > 0 && lane_ < T::kWarpTokens) ptx::ld_shared(page, index_cell());
     locate(tile, page);
     fetch_index();
+    ptx::cp_async_commit();
     ptx::sync_warp();
-    copy_tile(tile.left(), slot == 0 ? T::kSlots - T::kTileSlots : slot - T::kTileSlots);
+    copy_rows(tile.left(), slot);
     ptx::sync_warp();  // before locations are overwritten
   }
 
  private:
-  static constexpr int kWarpRows = 8 * T::kTileSlots;  // that a warp loads of a tile
-
   // A tile: tokens [position, end) of a request, or as many of them as a tile has. The same for the
   // whole CTA in a way the compiler can see, so that branches on it cost nothing.
   struct Place {
@@ -100,31 +100,30 @@ class Loader {
 
   // The token of this lane's row; past the end, the last one.
   MLA_DEVICE uint32_t token_of(const Place& tile) const {
-    const int token = tile.position + warp_ * kWarpRows + lane_ % kWarpRows;
+    const int token = tile.position + warp_ * T::kWarpTokens + lane_ % T::kWarpTokens;
     return token < tile.end ? token : tile.end - 1;
   }
   MLA_DEVICE const int32_t* index_of(const Place& tile) const {
     return p_.kv_indices + tile.page_begin + divide(token_of(tile), p_.page_size);
   }
 
-  // Asks for the page indices of the tile at the walking position, a tile before their rows are:
-  // addresses wait for them. They come with cp.async, as part of the group that closes next, so
-  // that the loop has no ordinary load whose scoreboard (there are six) the compiler might share
-  // with another wait.
+  // Asks for the page indices of the tile at the walking position, a tile before its rows: addresses
+  // wait for them. They come with cp.async, so that the loop has no ordinary load whose scoreboard
+  // (there are six) the compiler might share with another wait.
   MLA_DEVICE void fetch_index() {
     next_ = walk_;
     if (next_.left() > 0) {
-      if (lane_ < kWarpRows) ptx::cp_async_4(index_cell(), index_of(next_));
+      if (lane_ < T::kWarpTokens) ptx::cp_async_4(index_cell(), index_of(next_));
       step();
     }
   }
   MLA_DEVICE uint32_t index_cell() const {
-    return shared_ + T::kIndexOffset + 4 * (warp_ * kWarpRows + lane_);
+    return shared_ + T::kIndexOffset + 4 * (warp_ * T::kWarpTokens + lane_);
   }
 
   // Where this warp's rows lie: ckv, then kpe; with group scales, then the scales.
   MLA_DEVICE uint32_t location(int row) const {
-    return shared_ + T::kLocationOffset + warp_ * T::kLocationBytes / T::kWarps + 4 * row;
+    return shared_ + T::kLocationOffset + warp_ * T::kLocationStride + 4 * row;
   }
 
   // Notes it for all lanes to read. (Instead of shuffles, which the compiler issues one after the
@@ -132,29 +131,24 @@ class Loader {
   MLA_DEVICE void locate(const Place& tile, uint32_t page) const {
     const uint32_t token = token_of(tile);
     const uint32_t in_page = token - divide(token, p_.page_size) * p_.page_size.value;
-    if (lane_ < kWarpRows) {
+    if (lane_ < T::kWarpTokens) {
       ptx::st_shared(location(lane_), page * p_.ckv_page_stride + in_page * p_.ckv_token_stride);
       if constexpr (T::kKpeDim > 0) {
-        ptx::st_shared(location(kWarpRows + lane_),
+        ptx::st_shared(location(T::kWarpTokens + lane_),
                        page * p_.kpe_page_stride + in_page * p_.kpe_token_stride);
       }
       if constexpr (T::kGroupScales) {
-        ptx::st_shared(location(2 * kWarpRows + lane_), page * p_.page_size.value + in_page);
+        ptx::st_shared(location(2 * T::kWarpTokens + lane_), page * p_.page_size.value + in_page);
       }
     }
   }
 
-  MLA_DEVICE void copy_tile(int left, int slot) const {
-#pragma unroll
-    for (int part = 0; part < T::kTileSlots; ++part) copy_rows(left, part, slot + part);
-  }
-
-  // `left` as of the tile whose slot `part` is loaded.
-  MLA_DEVICE void copy_rows(int left, int part, int slot) const {
+  // `left` tokens of the tile exist, if it has so many.
+  MLA_DEVICE void copy_rows(int left, int slot) const {
     if (left >= T::kTokens) {
-      copy_rows_of<true>(left, part, slot);
+      copy_rows_of<true>(left, slot);
     } else if (left > 0) {
-      copy_rows_of<false>(left, part, slot);
+      copy_rows_of<false>(left, slot);
     }
     ptx::cp_async_commit();
   }
@@ -169,17 +163,17 @@ class Loader {
   }
 
   template <bool Full>
-  MLA_DEVICE void copy_rows_of(int left, int part, int slot) const {
-    const int valid = left - warp_ * kWarpRows - 8 * part;  // rows below this exist
-    const uint32_t base =
-        shared_ + T::kRingOffset + slot * T::kSlotBytes + 8 * warp_ * T::kKvRowBytes;
+  MLA_DEVICE void copy_rows_of(int left, int slot) const {
+    const int begin = warp_ * T::kWarpTokens;
+    const int valid = left - begin;  // rows of this warp below this exist
+    const uint32_t base = shared_ + T::kRingOffset + slot * T::kSlotBytes + begin * T::kKvRowBytes;
     // ckv: one whole row of 512 B an instruction (in an earlier kernel of this design 1 to 2 us
     // better over 32 x 8192 tokens than 8 rows x 64 B).
     const uint8_t* ckv = p_.ckv + lane_ * kChunkBytes;
 #pragma unroll
-    for (int r = 0; r < 8; r += 4) {
+    for (int r = 0; r < T::kWarpTokens; r += 4) {
       ptx::U4 at;
-      ptx::ld_shared(at, location(8 * part + r));
+      ptx::ld_shared(at, location(r));
       const uint32_t offset[4] = {at.x, at.y, at.z, at.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -188,18 +182,22 @@ class Loader {
       }
     }
     if constexpr (T::kKpeDim > 0) {
-      const int row = lane_ >> 2, chunk = lane_ & 3;
-      uint32_t offset;
-      ptx::ld_shared(offset, location(kWarpRows + 8 * part + row));
-      copy<Full>(base + chunk_offset<T>(row, kCkvDim / kChunkBytes + chunk),
-                 ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
+      const int chunk = lane_ & 3;
+#pragma unroll
+      for (int r = 0; r < T::kWarpTokens; r += 8) {
+        const int row = r + (lane_ >> 2);
+        uint32_t offset;
+        ptx::ld_shared(offset, location(T::kWarpTokens + row));
+        copy<Full>(base + chunk_offset<T>(row, kCkvDim / kChunkBytes + chunk),
+                   ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
+      }
     }
     if constexpr (T::kGroupScales) {
-      if (lane_ < 8) {
+      if (lane_ < T::kWarpTokens) {
         uint32_t offset;
-        ptx::ld_shared(offset, location(2 * kWarpRows + 8 * part + lane_));
+        ptx::ld_shared(offset, location(2 * T::kWarpTokens + lane_));
         copy<Full>(shared_ + T::kScaleRingOffset + slot * T::kScaleSlotBytes +
-                       (8 * warp_ + lane_) * kScaleGroups * 4,
+                       (begin + lane_) * kScaleGroups * 4,
                    ptx::advance(reinterpret_cast<const uint8_t*>(p_.group_scales), offset),
                    lane_ < valid);
       }
@@ -210,9 +208,11 @@ class Loader {
   int more_, more_end_;
   uint32_t shared_;
   int warp_, lane_;
-  Place walk_;       // the tile whose page indices are asked for next
-  Place next_;       // the tile whose rows are asked for next
-  Place following_;  // the first tile of the item after the one at walk_
+  Place walk_;              // the tile whose page indices are asked for next
+  Place next_ = {};         // the tile whose rows are asked for next
+  Place following_;         // the first tile of the item after the one at walk_
+  Place first_[T::kSlots];  // until fill()
+  uint32_t first_page_[T::kSlots];
 };
 
 }  // namespace mla_fp8kv

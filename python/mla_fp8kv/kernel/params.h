@@ -5,11 +5,11 @@
  *
  * The integer workspace of a plan holds, from its start:
  *
- *   PlanHeader                            read by the merge kernel only
- *   CtaWork   [grid]                      at kCtaWorkOffset; CTA c reads record c and nothing
- * before it, so the first KV load waits for one global load, not for two MergeItem
- * [header.num_merge_items]    at header.merge_offset WorkItem  [...]                       further
- * items of CTAs that have more than one
+ *   PlanHeader          read by the merge kernel only
+ *   CtaWork   [grid]    at kCtaWorkOffset; CTA c reads record c and nothing before it, so the first
+ *                       KV load waits for one global load, not for two
+ *   MergeItem [...]     at merge_offset(grid)
+ *   WorkItem  [...]     further items of CTAs that have more than one
  */
 #pragma once
 #include <cstdint>
@@ -52,17 +52,29 @@ struct alignas(16) MergeItem {
 };
 static_assert(sizeof(MergeItem) == 32, "MergeItem is read as two 16-byte loads");
 
+// The reference before any score. Finite, so that a masked score (-inf) minus it is -inf and not
+// NaN.
+constexpr float kNoReference = -1e30f;
+
 // Up to this many partials of a row, one lane of the merge reads them all.
 constexpr int32_t kFewPartials = 16;
 
 struct alignas(16) PlanHeader {
   int32_t num_merge_items;
-  int32_t merge_offset;  // bytes from the start of the workspace
-  int32_t num_many;      // the first num_many merge items have more than kFewPartials partials
-  int32_t reserved[13];
+  int32_t num_many;  // the first num_many merge items have more than kFewPartials partials
+  int32_t reserved[14];
 };
 static_assert(sizeof(PlanHeader) == 64, "CtaWork records start right after the header");
 constexpr int64_t kCtaWorkOffset = sizeof(PlanHeader);
+
+// Where the merge items are, in bytes, and how many there are at least, those without rows after
+// the plan's own: a block of the merge reads its first item before it knows their number.
+constexpr int32_t merge_offset(int32_t grid) {
+  constexpr int64_t align = sizeof(MergeItem);
+  return static_cast<int32_t>((kCtaWorkOffset + grid * int64_t{sizeof(CtaWork)} + align - 1) /
+                              align * align);
+}
+constexpr int64_t least_merge_items(int32_t grid) { return grid / 2 + 1; }
 
 // Unsigned division of n < 2^31 by a divisor >= 1 that the host knows: n / d = (mul_high(n, mul) +
 // n) >> shift.
@@ -101,6 +113,7 @@ struct Params {
   void* partial_out;  // [slots][tile rows][512], FP16 (FP32 with group scales), divided by the sum
   float* partial_stat;  // [slots][tile rows][2]: reference maximum (base 2), sum
   const uint8_t* plan;  // the integer workspace
+  int32_t merge_offset;  // of its merge items
 
   Divisor heads, page_size;
   float score_scale;  // logits in base 2 are this x (q . k as the MMA sees it); holds sm_scale,

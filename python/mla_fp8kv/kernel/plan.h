@@ -44,7 +44,7 @@ struct TileShape {
 
 // Costs relative to 64 tokens for 8 rows, as measured on one H200 with 32 requests of 8192 tokens.
 constexpr TileShape make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, bool wgmma) {
-  const float wide = wgmma ? (rows <= 32 ? 1.5f : 1.9f) : (rows <= 32 ? 1.6f : 2.6f);
+  const float wide = wgmma ? (rows <= 32 ? 1.25f : 1.9f) : (rows <= 32 ? 1.6f : 2.6f);
   const float per_64_tokens = rows <= 8 ? 1.0f : rows <= 16 ? 1.12f : wide;
   return {rows, tokens, ctas_per_sm, per_64_tokens * static_cast<float>(tokens) / 64,
           per_64_tokens * 1.5f};
@@ -84,7 +84,6 @@ struct PlanResult {
   int64_t staged_bytes;  // of the workspace to copy to the device
   int32_t num_items;
   int32_t num_merge_items;
-  int32_t max_count;  // largest MergeItem::count
   int32_t num_slots;  // partial slots used
   // Of one that failed.
   int32_t request;  // the request at fault, -1 if it is not one
@@ -256,7 +255,6 @@ struct Writer {
   int32_t more_begin;  // index of the next further item
   int32_t num_merges = 0;
   int32_t num_slots = 0;
-  int32_t max_count = 0;
 
   void unseen(const RowTile& t) {
     merges[num_merges++] = {in.qo_indptr[t.request], t.row_begin, t.rows, 0, 0, {}};
@@ -279,7 +277,7 @@ struct Writer {
     if (begin > 0 || end < t.kv_tiles) {
       if (begin == 0) merges[num_merges++] = {item.q_begin, t.row_begin, t.rows, num_slots, 0, {}};
       item.partial = num_slots++;
-      max_count = std::max(max_count, ++merges[num_merges - 1].count);
+      ++merges[num_merges - 1].count;
     }
 
     CtaWork& work = ctas[cta];
@@ -382,9 +380,8 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
   }
   constexpr int64_t item_bytes = sizeof(WorkItem);
   static_assert(sizeof(MergeItem) == item_bytes, "both lists are indexed in steps of one size");
-  const int64_t merge_offset = align_up(kCtaWorkOffset + grid * int64_t{sizeof(CtaWork)}, 32);
   // Row tiles + 2 a CTA: an item or a merge item for each, and for each cut one of both more.
-  const int64_t most_items = (kMaxStagedBytes - merge_offset) / item_bytes - max_slots(grid);
+  const int64_t most_items = (kMaxStagedBytes - merge_offset(grid)) / item_bytes - max_slots(grid);
   if (row_tiles > most_items) {
     return fail(PlanStatus::kTooManyItems, -1, most_items, row_tiles, result);
   }
@@ -394,24 +391,25 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
   if (cut.piece_tiles == 0) cut.capacity_units = find_capacity(in, tile, line, grid);
   Counter counter;
   cut_line(in, tile, line, cut, counter);
-  const int64_t more_offset = merge_offset + counter.merge_items * item_bytes;
+  const int64_t more_offset =
+      merge_offset(grid) +
+      std::max(counter.merge_items, least_merge_items(grid)) * item_bytes;
   const int64_t staged_bytes = more_offset + (counter.items - counter.busy_ctas) * item_bytes;
   if (staged_bytes > staged_capacity) {
     return fail(PlanStatus::kIntCapacity, -1, staged_bytes, staged_capacity, result);
   }
 
   char* const base = static_cast<char*>(staged);
-  std::memset(base, 0, merge_offset);
+  std::memset(base, 0, merge_offset(grid) + least_merge_items(grid) * item_bytes);
   Writer writer{in,
                 tile.tokens,
                 reinterpret_cast<CtaWork*>(base + kCtaWorkOffset),
-                reinterpret_cast<MergeItem*>(base + merge_offset),
+                reinterpret_cast<MergeItem*>(base + merge_offset(grid)),
                 reinterpret_cast<WorkItem*>(base + more_offset),
                 static_cast<int32_t>(more_offset / item_bytes)};
   cut_line(in, tile, line, cut, writer);
   auto* const header = reinterpret_cast<PlanHeader*>(base);
   header->num_merge_items = writer.num_merges;
-  header->merge_offset = static_cast<int32_t>(merge_offset);
   MergeItem* const merges_end = writer.merges + writer.num_merges;
   MergeItem* const few = std::partition(
       writer.merges, merges_end, [](const MergeItem& item) { return item.count > kFewPartials; });
@@ -421,7 +419,6 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
   result.staged_bytes = staged_bytes;
   result.num_items = static_cast<int32_t>(counter.items);
   result.num_merge_items = writer.num_merges;
-  result.max_count = writer.max_count;
   result.num_slots = writer.num_slots;
   return PlanStatus::kOk;
 }

@@ -54,6 +54,9 @@ MLA_DEVICE const uint8_t* advance(const uint8_t* base, uint32_t chunks) {
   return reinterpret_cast<const uint8_t*>(r);
 }
 
+// Into L2. No later read sees anything but what memory then holds.
+MLA_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Read-only for the whole launch.
 MLA_DEVICE int32_t ld_const(const int32_t* p) { return __ldg(p); }
 MLA_DEVICE U2 ld_const(const U2* p) {
@@ -290,6 +293,12 @@ MLA_DEVICE void unpack_f16x2(uint32_t v, float& lo, float& hi) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
       : "=f"(lo), "=f"(hi)
       : "r"(v));
+}
+// The larger of each half; the other one if one is NaN.
+MLA_DEVICE uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
 }
 MLA_DEVICE float as_float(uint32_t v) { return __uint_as_float(v); }
 MLA_DEVICE uint32_t as_bits(float v) { return __float_as_uint(v); }

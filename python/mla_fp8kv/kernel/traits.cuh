@@ -12,6 +12,7 @@
  * so a CTA widens each FP8 byte once for K and once for V, however many rows it has.
  */
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 namespace mla_fp8kv {
@@ -22,7 +23,7 @@ constexpr int kScaleGroupDims = 128;  // one ckv_scale_arr entry covers this man
 constexpr int kScaleGroups = kCkvDim / kScaleGroupDims;
 
 template <int Rows, int Warps, int Tokens, int Slots, int QkBlocks, int CtasPerSm, int KpeDim,
-          bool GroupScales = false>
+          bool GroupScales = false, bool Overlapped = false>
 struct Tile {
   static constexpr int kRows = Rows;
   static constexpr int kWarps = Warps;
@@ -33,6 +34,8 @@ struct Tile {
   static constexpr int kKpeDim = KpeDim;
   static constexpr bool kGroupScales = GroupScales;
   static constexpr bool kWgmma = false;
+  // The output of a tile overlaps the scores of the next one (overlapped_kernel.cuh).
+  static constexpr bool kOverlapped = Overlapped;
 
   static constexpr int kRowTiles = Rows / 8;        // n-tiles of the MMA
   static constexpr int kTokenBlocks = Tokens / 16;  // m-tiles of QK, k-steps of PV
@@ -48,13 +51,11 @@ struct Tile {
   static constexpr int kWarpDims = kCkvDim / Warps;
   static constexpr int kDimBlocks = kWarpDims / 16;
 
-  // Loads: a warp fetches 8 KV rows at once, all warps together one slot of the ring. A tile is one
-  // slot; or two, and then a warp fetches just the rows of its own token block and waits for no
-  // other warp's.
+  // Loads: a warp fetches an equal share of a tile's KV rows into a slot of the ring. If that is
+  // just its own token block of QK, it waits for no other warp's.
   static constexpr int kSlots = Slots;
-  static constexpr int kTileSlots = Tokens / (8 * Warps);
-  static constexpr bool kOwnLoads = kTileSlots == 2;
-  static constexpr int kBlockRows = 16 / kTileSlots;  // rows of a 16-token block in one slot
+  static constexpr int kWarpTokens = Tokens / Warps;
+  static constexpr bool kOwnLoads = kWarpTokens == 16 && kTokenGroups == Warps;
 
   // Q: warps that stage the same 8 rows.
   static constexpr int kWarpsPerRowTile = Warps / kRowTiles;
@@ -66,9 +67,8 @@ struct Tile {
   // ldmatrix forms are free of conflicts. P rows (one a token, 16 B a row tile) are swizzled to the
   // same end.
   static constexpr int kKvRowBytes = kCkvDim + 64;
-  static constexpr int kSlotRows = 8 * Warps;
-  static constexpr int kSlotBytes = kSlotRows * kKvRowBytes;
-  static constexpr int kScaleSlotBytes = GroupScales ? kSlotRows * kScaleGroups * 4 : 0;
+  static constexpr int kSlotBytes = Tokens * kKvRowBytes;
+  static constexpr int kScaleSlotBytes = GroupScales ? Tokens * kScaleGroups * 4 : 0;
   static constexpr int kPRowBytes = 16 * kRowTiles;
   static constexpr int kPBytes = Tokens * kPRowBytes;
 
@@ -76,19 +76,24 @@ struct Tile {
   static constexpr int kRingOffset = kQOffset + kQkSteps * kRowTiles * 256;
   static constexpr int kScaleRingOffset = kRingOffset + Slots * kSlotBytes;
   static constexpr int kPOffset = kScaleRingOffset + Slots * kScaleSlotBytes;
-  static constexpr int kLocationOffset =
-      kPOffset + 2 * kPBytes;  // uint32 [warps][ckv, kpe(, scale)][rows of the warp]
+  // int32 [tokens]: pages of the tile that is loaded next.
+  static constexpr int kIndexOffset = kPOffset + (Overlapped ? 2 : 1) * kPBytes;
+  // Of each warp, while it asks for its rows: uint32 [ckv, kpe(, scale)][rows]. Where a warp loads
+  // the tokens whose P it writes, it has that place to itself until it does.
   static constexpr int kLocationBytes = 4 * Tokens * (GroupScales ? 3 : 2);
-  static constexpr int kIndexOffset =
-      kLocationOffset + kLocationBytes;  // int32 [tokens]: pages of the next tile
-  static constexpr int kRowMaxOffset = kIndexOffset + 4 * Tokens;  // float [rows]
+  static constexpr bool kLocationInP = kOwnLoads && kLocationBytes <= kPBytes;
+  static constexpr int kLocationOffset = kLocationInP ? kPOffset : kIndexOffset + 4 * Tokens;
+  static constexpr int kLocationStride = (kLocationInP ? kPBytes : kLocationBytes) / Warps;
+  static constexpr int kRowMaxOffset =
+      kIndexOffset + 4 * Tokens + (kLocationInP ? 0 : kLocationBytes);  // float [rows]
   static constexpr int kFactorOffset = kRowMaxOffset + 4 * Rows;   // float [rows]
-  // Never in use at the same time: the tile's maxima, the item's sums (float [token groups][rows]),
-  // Q's maxima.
+  // Never in use at the same time: the tile's maxima and the item's sums (float [rows][token
+  // groups]), Q's maxima (float [rows][warps of a row]).
   static constexpr int kTileMaxOffset = kFactorOffset + 4 * Rows;
   static constexpr int kSumOffset = kTileMaxOffset;
   static constexpr int kQMaxOffset = kTileMaxOffset;
-  static constexpr int kSharedBytes = kTileMaxOffset + 4 * kTokenGroups * Rows;
+  static constexpr int kSharedBytes =
+      kTileMaxOffset + 4 * Rows * std::max(kTokenGroups, kWarpsPerRowTile);
 
   static_assert(Rows % 8 == 0 && Tokens % 16 == 0, "rows and tokens come in MMA tiles");
   static_assert(QkBlocks <= 2 && kTokenBlocks % QkBlocks == 0 && Warps % kTokenGroups == 0,
@@ -96,14 +101,11 @@ struct Tile {
   static_assert(kRowTiles % kRowGroups == 0, "QK's row groups must have equal shares");
   static_assert(kQkRowTiles == 1 ? kRowTiles == 1 : kQkRowTiles % 2 == 0,
                 "Q fragments of two row tiles are fetched at once");
-  static_assert(Tokens % (8 * Warps) == 0 && kTileSlots <= 2, "a tile is one or two slots");
-  static_assert(!kOwnLoads || kTokenGroups == Warps,
-                "two slots a tile: each warp has its own block");
-  // Two tiles: one in use, one in flight; a third where a tile must have landed a barrier before
-  // its use. More was not faster, and the page indices of a tile, which come with the tile before
-  // it, would have to be waited for.
-  static_assert(Slots == (kOwnLoads ? 4 : 3),
+  static_assert(kWarpTokens % 8 == 0, "a warp loads groups of 8 KV rows");
+  // One tile in use, one in flight; a third where a tile must have landed a barrier before its use.
+  static_assert(Slots == (kOwnLoads ? 2 : 3),
                 "the ring holds two tiles, or three if warps share loads");
+  static_assert(!Overlapped || !kOwnLoads, "overlapped tiles need the third slot");
   static_assert(Warps % kRowTiles == 0 && kQkSteps % kWarpsPerRowTile == 0 &&
                     kCkvSteps % kWarpsPerRowTile == 0,
                 "each warp stages a whole share of one row tile of Q, of both its parts");
@@ -111,13 +113,13 @@ struct Tile {
                 "a warp's dims must lie in one scale group");
 };
 
-// A tile whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q
-// and P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
-template <int Rows, int KpeDim>
-struct WgmmaTile : Tile<Rows, 8, 64, 3, 1, 1, KpeDim> {
+// Tiles whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q and
+// P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
+template <int Rows, int Warps, int Slots, int CtasPerSm, int KpeDim, bool Overlapped>
+struct WgmmaTile : Tile<Rows, Warps, 64, Slots, 1, CtasPerSm, KpeDim, false, Overlapped> {
   static constexpr bool kWgmma = true;
   static_assert(WgmmaTile::kTokenGroups == 4, "four warps have 16 tokens each");
-  static_assert(WgmmaTile::kDimBlocks == 4, "a k-step's dims are one group of products");
+  static_assert(WgmmaTile::kDimBlocks % 4 == 0, "four blocks of dims are one group of products");
 };
 
 // The shipped tiles, fewest rows first. 64 rows need the 227 KB of SM90 and SM100; the others fit
@@ -127,19 +129,22 @@ struct WgmmaTile : Tile<Rows, 8, 64, 3, 1, 1, KpeDim> {
 // share the items (see attention_kernel).
 template <int KpeDim>
 struct Tiles {
-  using Rows8 = Tile<8, 4, 64, 4, 1, 2, KpeDim>;
-  using Rows16 = Tile<16, 4, 64, 4, 1, 2, KpeDim>;
+  using Rows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim>;
+  using Rows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim>;
   using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim>;
   using Rows64 = Tile<64, 8, 64, 3, 2, 1, KpeDim>;
-  using WgmmaRows32 = WgmmaTile<32, KpeDim>;
-  using WgmmaRows64 = WgmmaTile<64, KpeDim>;
-  using ScaledRows8 = Tile<8, 4, 64, 4, 1, 2, KpeDim, true>;
-  using ScaledRows16 = Tile<16, 4, 64, 4, 1, 2, KpeDim, true>;
+  using WgmmaRows32 = WgmmaTile<32, 4, 2, 2, KpeDim, false>;
+  using WgmmaRows64 = WgmmaTile<64, 8, 3, 1, KpeDim, true>;
+  using ScaledRows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim, true>;
+  using ScaledRows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim, true>;
 };
 
 constexpr int kNumTiles = 6;
+constexpr int kSharedPerSmSm90 = 233472;
 constexpr int kSmallestSharedLimit = 101376;  // per block, opt-in: SM86, SM89, SM120, SM121
 constexpr int kReservedSharedPerCta = 1024;   // by CUDA
+static_assert(2 * (Tiles<64>::WgmmaRows32::kSharedBytes + kReservedSharedPerCta) <= kSharedPerSmSm90,
+              "two CTAs an SM, to the byte");
 static_assert(Tiles<64>::ScaledRows8::kSharedBytes <= kSmallestSharedLimit, "8 rows must fit");
 static_assert(Tiles<64>::ScaledRows16::kSharedBytes <= kSmallestSharedLimit, "16 rows must fit");
 static_assert(Tiles<64>::Rows32::kSharedBytes <= kSmallestSharedLimit, "32 rows must fit");

@@ -19,8 +19,8 @@
 #include <string>
 
 #include "../merge.cuh"
+#include "../overlapped_kernel.cuh"
 #include "../plan_registry.h"
-#include "../wgmma_kernel.cuh"
 #include "module.h"
 
 namespace mla_fp8kv {
@@ -75,8 +75,8 @@ void allow_shared(int device, int bytes) {
 
 template <class T>
 constexpr auto attention_of() {
-  if constexpr (T::kWgmma) {
-    return &attention_wgmma_kernel<T, kFormat, kAlwaysPlaceBits>;
+  if constexpr (T::kOverlapped) {
+    return &attention_overlapped_kernel<T, kFormat, kAlwaysPlaceBits>;
   } else {
     return &attention_kernel<T, kFormat, kAlwaysPlaceBits>;
   }
@@ -288,6 +288,7 @@ void run(TensorView float_workspace, TensorView int_workspace, Array<int64_t> pl
   p.partial_stat = reinterpret_cast<float*>(static_cast<char*>(float_workspace.data_ptr()) +
                                             partial_stat_offset(slots, rows));
   p.plan = static_cast<const uint8_t*>(int_workspace.data_ptr());
+  p.merge_offset = merge_offset(grid);
   p.heads = Divisor::of(static_cast<uint32_t>(num_heads));
   p.page_size = Divisor::of(static_cast<uint32_t>(page_size));
   p.score_scale = static_cast<float>(sm_scale * M_LOG2E * ckv_scale);

@@ -1,8 +1,8 @@
 /*
- * The attention kernel for tiles whose products are wgmma's.
+ * The attention kernel for tiles of wgmma's that fill an SM alone.
  *
- * The tensor core works on its own there, so the scores of the next tile come before the output of
- * this one, and the softmax of the next tile while the output of this one is in the making.
+ * The tensor core works on its own, so the scores of the next tile come before the output of this
+ * one, and the softmax of the next tile while the output of this one is in the making.
  */
 #pragma once
 #include "kernel.cuh"
@@ -11,32 +11,32 @@ namespace mla_fp8kv {
 
 template <class T, Format F, bool PlaceBits>
 MLA_KERNEL(T::kThreads, T::kCtasPerSm)
-attention_wgmma_kernel(const Params p) {
+attention_overlapped_kernel(const Params p) {
 #if MLA_FP8KV_HAS_WGMMA
-  static_assert(T::kSlots == 3 && T::kTileSlots == 1,
-                "one tile for the output, one for the scores, one in flight");
-  auto [item, more, more_end] = begin(p);
+  static_assert(T::kSlots == 3 && T::kOverlapped, "one tile for the output, one for the scores, one in flight");
+  auto [item, more, more_end] = begin<T>(p);
   if (item.rows == 0) return;
 
   const uint32_t shared = ptx::shared_base();
   Attend<T, F, kDequant<PlaceBits>> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
-  attend.load_q(item);
   loader.fill();
-  ptx::cp_async_wait<T::kSlots - 1>();
-  attend.stage_q();
-
   bool first_tile = true;
   int slot = 0, buffer = 0;
+  const auto after = [](int slot) { return slot + 1 < T::kSlots ? slot + 1 : 0; };
   while (true) {
+    attend.load_q(item);
+    if (first_tile) ptx::cp_async_wait<(T::kSlots - 1) * Loader<T>::kTileGroups>();
+    attend.stage_q();
+
     int position = item.kv_begin;
     attend.scores_wgmma(slot, [] {});
     attend.mask(item, position);
-    bool exceeds = attend.softmax(buffer);
+    bool exceeds = true;  // the reference there is before any score
     while (true) {
       ptx::publish_to_wgmma();
       if (first_tile) {
-        ptx::cp_async_wait<1>();
+        ptx::cp_async_wait<Loader<T>::kTileGroups>();
       } else {
         ptx::cp_async_wait<0>();
       }
@@ -45,9 +45,9 @@ attention_wgmma_kernel(const Params p) {
       attend.add_sums();
       position += T::kTokens;
       if (position >= item.kv_end) break;
-      const int next = slot + 1 < T::kSlots ? slot + 1 : 0;
+      const int next = after(slot);
       attend.scores_wgmma(next, [&] {
-        if (!first_tile) loader.refill(slot);
+        if (!first_tile) loader.refill(after(next));
       });
       first_tile = false;
       attend.mask(item, position);
@@ -58,17 +58,15 @@ attention_wgmma_kernel(const Params p) {
       slot = next;
       buffer ^= 1;
     }
-    if (!first_tile) loader.refill(slot);
+    if (!first_tile) loader.refill(after(after(slot)));
     first_tile = false;
     attend.output_wgmma(slot, buffer, [](int) {});
-    slot = slot + 1 < T::kSlots ? slot + 1 : 0;
+    slot = after(slot);
     buffer ^= 1;
 
     attend.finish(item);
     if (more == more_end) break;
     item = further_item(p, more++);
-    attend.load_q(item);
-    attend.stage_q();
   }
 #else
   ptx::trap();  // the plan gives no other GPU these tiles
