@@ -53,7 +53,7 @@ CASES = (
     AgreementCase("64 rows e5m2 scales", 64, (1,), (77,), kv="e5m2", group_scales=True),
     AgreementCase("32 rows wgmma causal", 32, (3,), (100,), causal=True, wgmma=True),
     AgreementCase("64 rows wgmma mixed", 64, (1, 1), (64, 36), heads=12, wgmma=True),
-    AgreementCase("64 rows wgmma placed", 64, (1,), (100,), bits=True, wgmma=True),
+    AgreementCase("64 rows wgmma e5m2", 64, (1,), (100,), kv="e5m2", wgmma=True),
 )
 
 

@@ -3,6 +3,7 @@
 A kernel is named by its kind, the rows of its tile and whether it takes group scales.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +27,12 @@ class Tile(NamedTuple):
         return f"{self.rows}{' wgmma' if self.wgmma else ''}"
 
     def usable(self) -> bool:
-        """Whether this GPU has it."""
+        """Whether this GPU has it, in modules that convert as MLA_FP8KV_DEQUANT says."""
         gpu = torch.cuda.get_device_properties(0)
         fits = self.rows < 64 or gpu.shared_memory_per_block_optin >= 210_000
-        return fits and (gpu.major == 9 or not self.wgmma)
+        # A module that places bits shows what GPUs without wgmma do.
+        places_bits = os.environ.get("MLA_FP8KV_DEQUANT") == "bits"
+        return fits and not (self.wgmma and (gpu.major != 9 or places_bits))
 
     def variables(self) -> dict[str, str]:
         """What makes plan() take it, as environment variables."""

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "merge.cuh"
-#include "plan.h"
 #include "overlapped_kernel.cuh"
+#include "plan.h"
 
 namespace host = mla_fp8kv::host;
 using namespace mla_fp8kv;

@@ -33,6 +33,7 @@ SCALED = [VARIANT.format("Rows8", "scales")]
 SPLIT = ["test_variants[Rows8, e4m3, grid 40]"]
 SHARED_LOADS = [VARIANT.format("Rows32", "e4m3")]  # its warps read rows that others fetched
 WGMMA = [VARIANT.format("WgmmaRows64", "e4m3")]
+WGMMA_32 = [VARIANT.format("WgmmaRows32", "e4m3")]
 TWO_BLOCKS = [VARIANT.format("Rows64", "e4m3")]  # its warps take two token blocks
 
 
@@ -199,8 +200,8 @@ MUTATIONS = [
     Mutation(
         "row scale of Q from one warp's share only",
         "attend.cuh",
-        "if (t_ == 0) ptx::atomic_max_shared(cell, ptx::as_bits(largest));",
-        "if (t_ == 0 && warp_ == 0) ptx::atomic_max_shared(cell, ptx::as_bits(largest));",
+        "largest = ptx::max(largest, x[i]);",
+        "largest = x[0];",
         ["test_outliers_in_a_row_of_q[Rows8]"],
     ),
     # ---- scales and LSE
@@ -214,8 +215,8 @@ MUTATIONS = [
     Mutation(
         "ckv_scale missing in the merge",
         "merge.cuh",
-        "ptx::divide(p.out_scale, merged.sum)",
-        "ptx::divide(1.f, merged.sum)",
+        "ptx::divide(p.out_scale, sum)",
+        "ptx::divide(1.f, sum)",
         ["test_scales[both small, e4m3, Rows8]"],
     ),
     Mutation(
@@ -249,7 +250,7 @@ MUTATIONS = [
     Mutation(
         "kpe scaled as the first group",
         "attend.cuh",
-        "if (i == kPePairs - 1) move_to_scores(acc);",
+        "if constexpr (T::kGroupScales) move_to_scores(acc);",
         "",
         SCALED,
     ),
@@ -266,14 +267,14 @@ MUTATIONS = [
         "attend.cuh",
         "if (found & (c < 2 ? 1u : 2u))",
         "if (found & 1u)",
-        ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed-codes1]"],
+        ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed]"],
     ),
     Mutation(
         "placed bits: negative NaN overlooked",
         "dequant.cuh",
         "seen |= (word & 0x7f7f7f7fu) + 0x01010101u;",
         "seen |= ((word & 0x7f7f7f7fu) + 0x01010101u) & ~word;",
-        ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed-codes1]"],
+        ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed]"],
     ),
     # ---- loads
     Mutation(
@@ -300,8 +301,8 @@ MUTATIONS = [
     Mutation(
         "upper rows located as the lower ones",
         "load.cuh",
-        "warp_ * kWarpRows + lane_ % kWarpRows",
-        "warp_ * kWarpRows + lane_ % 4",
+        "warp_ * T::kWarpTokens + lane_ % T::kWarpTokens",
+        "warp_ * T::kWarpTokens + lane_ % 8",
         E4M3,
     ),
     Mutation(
@@ -315,43 +316,57 @@ MUTATIONS = [
     Mutation(
         "wait for the own rows dropped",
         "kernel.cuh",
-        "ptx::cp_async_wait<kSpare - T::kTileSlots>();",
-        "",
+        "ptx::cp_async_wait<(T::kSlots - 1) * kGroups>(); ptx::sync_warp();",
+        "ptx::sync_warp();",
         E4M3,
     ),
     Mutation(
-        "wait for the own rows one slot short",
+        "wait for the own rows one group short",
         "kernel.cuh",
-        "ptx::cp_async_wait<kSpare - T::kTileSlots>();",
-        "ptx::cp_async_wait<kSpare - T::kTileSlots + 1>();",
+        "ptx::cp_async_wait<(T::kSlots - 1) * kGroups>(); ptx::sync_warp();",
+        "ptx::cp_async_wait<(T::kSlots - 1) * kGroups + 1>(); ptx::sync_warp();",
         E4M3,
     ),
     Mutation(
-        "wait for the next shared tile dropped",
+        "wait for the page indices and the next shared tile dropped",
         "kernel.cuh",
-        "ptx::cp_async_wait<kSpare - 2>();",
-        "",
+        "ptx::cp_async_wait<1>(); ptx::sync_block();",
+        "ptx::sync_block();",
         SHARED_LOADS,
+    ),
+    Mutation(
+        "wait for the page indices one group short",
+        "kernel.cuh",
+        "ptx::cp_async_wait<1>(); ptx::sync_block();",
+        "ptx::cp_async_wait<2>(); ptx::sync_block();",
+        E4M3,
+    ),
+    Mutation(
+        "barrier before a tile is overwritten dropped",
+        "kernel.cuh",
+        "ptx::cp_async_wait<1>(); ptx::sync_block();",
+        "ptx::cp_async_wait<1>();",
+        E4M3,
     ),
     Mutation(
         "warp barrier after the wait dropped",
         "kernel.cuh",
-        "ptx::sync_warp(); } attend.scores(slot);",
-        "} attend.scores(slot);",
+        "* kGroups>(); ptx::sync_warp(); }",
+        "* kGroups>(); }",
         E4M3,
     ),
     Mutation(
         "warp barrier before locations are read dropped",
         "load.cuh",
-        "fetch_index(); ptx::sync_warp(); copy_tile(tile.left(),",
-        "fetch_index(); copy_tile(tile.left(),",
+        "ptx::sync_warp(); copy_rows(tile.left(), slot);",
+        "copy_rows(tile.left(), slot);",
         E4M3,
     ),
     Mutation(
         "warp barrier before locations are written again dropped",
         "load.cuh",
-        "copy_tile(tile[i].left(), i * T::kTileSlots); ptx::sync_warp();",
-        "copy_tile(tile[i].left(), i * T::kTileSlots);",
+        "copy_rows(first_[i].left(), i); ptx::sync_warp();",
+        "copy_rows(first_[i].left(), i);",
         E4M3,
     ),
     Mutation(
@@ -371,8 +386,8 @@ MUTATIONS = [
     Mutation(
         "barrier before Q's row maximum is read dropped",
         "attend.cuh",
-        "ptx::sync_block(); ptx::ld_shared(largest, cell);",
-        "ptx::ld_shared(largest, cell);",
+        "ptx::sync_block(); float x[T::kWarpsPerRowTile];",
+        "float x[T::kWarpsPerRowTile];",
         E4M3,
     ),
     Mutation(
@@ -390,17 +405,17 @@ MUTATIONS = [
         TWO_BLOCKS,
     ),
     Mutation(
-        "one buffer of P for all tiles",
-        "kernel.cuh",
-        "buffer ^= 1;",
-        "",
+        "locations where another warp's P is",
+        "load.cuh",
+        "warp_ * T::kLocationStride",
+        "(warp_ ^ 1) * T::kLocationStride",
         E4M3,
     ),
     Mutation(
-        "refill of the slots in use",
-        "load.cuh",
-        "slot == 0 ? T::kSlots - T::kTileSlots : slot - T::kTileSlots",
-        "slot",
+        "refill of the tile before",
+        "kernel.cuh",
+        "loader.refill(slot);",
+        "loader.refill(slot == 0 ? T::kSlots - 1 : slot - 1);",
         E4M3,
     ),
     Mutation(
@@ -428,49 +443,56 @@ MUTATIONS = [
     Mutation(
         "merge begins one slot late",
         "merge.cuh",
-        "int64_t{item_.slot_begin} * Rows + row, dim, 0,",
-        "int64_t{item_.slot_begin + 1} * Rows + row, dim, 0,",
+        "const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row; PartialStat",
+        "const int64_t slot_row = int64_t{item_.slot_begin + 1} * Rows + row; PartialStat",
         SPLIT,
     ),
     Mutation(
         "merge: rows of few partials counted from the first item",
         "merge.cuh",
-        "header.merge_offset) + header.num_many)",
-        "header.merge_offset))",
+        "items_ += num_many;",
+        "",
         ["test_split_kv[Rows8, 40 partials]"],
     ),
     Mutation(
         "merge: partials not weighted by their sums",
         "merge.cuh",
-        "x[k] *= sum;",
-        "x[k] *= 1.f;",
+        "return sum * ptx::exp2(reference - top);",
+        "return ptx::exp2(reference - top);",
         SPLIT,
     ),
     Mutation(
         "merge: references ignored",
         "merge.cuh",
-        "ptx::exp2(other_reference - reference)",
-        "1.f",
+        "return sum * ptx::exp2(reference - top);",
+        "return sum;",
         ["test_moving_maximum[rising-Rows8]"],
+    ),
+    Mutation(
+        "merge: what came before not rescaled",
+        "merge.cuh",
+        "if (begin > 0)",
+        "if (begin < 0)",
+        ["test_split_kv[Rows8, 20 partials]"],
     ),
     Mutation(
         "merge: last warp's share lost",
         "merge.cuh",
-        "w < kMergeThreads / 32;",
-        "w < kMergeThreads / 32 - 1;",
+        "ptx::ld_shared(v, shared + w * kWarpBytes + 8 * ptx::thread_index());",
+        "ptx::ld_shared(v, shared + w % 3 * kWarpBytes + 8 * ptx::thread_index());",
         ["test_split_kv[Rows8, 40 partials]"],
     ),
     Mutation(
         "merge: barrier before reading the other warps' shares dropped",
         "merge.cuh",
-        "ptx::sync_block(); if (ptx::thread_index() < kLanes)",
-        "if (ptx::thread_index() < kLanes)",
+        "ptx::sync_block(); if (ptx::thread_index() < kBlockDims / 2)",
+        "if (ptx::thread_index() < kBlockDims / 2)",
         ["test_split_kv[Rows8, 40 partials]"],
     ),
     # ---- wgmma
     Mutation(
         "wgmma: P not published to the tensor core",
-        "wgmma_kernel.cuh",
+        "overlapped_kernel.cuh",
         "ptx::publish_to_wgmma();",
         "",
         WGMMA,
@@ -499,15 +521,15 @@ MUTATIONS = [
     Mutation(
         "wgmma: widened before the group that used the registers is done",
         "attend.cuh",
-        "ptx::wgmma_wait<1>(); if (k + 1 < T::kTokenBlocks)",
-        "if (k + 1 < T::kTokenBlocks)",
+        "ptx::wgmma_wait<1>(); if (i + 1 < kPvGroups)",
+        "if (i + 1 < kPvGroups)",
         WGMMA,
     ),
     Mutation(
         "wgmma: scores read before the last group is done",
         "attend.cuh",
-        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); if constexpr",
-        "if constexpr",
+        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); }",
+        "}",
         WGMMA,
     ),
     Mutation(
@@ -518,6 +540,20 @@ MUTATIONS = [
         WGMMA,
     ),
     Mutation(
+        "wgmma: the upper dims in the place of the lower",
+        "attend.cuh",
+        "first = i % kPvParts * 4;",
+        "first = 0;",
+        WGMMA_32,
+    ),
+    Mutation(
+        "wgmma: P of the plain loop not published to the tensor core",
+        "kernel.cuh",
+        "if constexpr (T::kWgmma) ptx::publish_to_wgmma();",
+        "",
+        WGMMA_32,
+    ),
+    Mutation(
         "wgmma: P not transposed",
         "attend.cuh",
         "ptx::wgmma<true>",
@@ -526,28 +562,28 @@ MUTATIONS = [
     ),
     Mutation(
         "wgmma: the next tile not waited for",
-        "wgmma_kernel.cuh",
+        "overlapped_kernel.cuh",
         "ptx::cp_async_wait<0>();",
         "",
         WGMMA,
     ),
     Mutation(
         "wgmma: refilled from the first tile on",
-        "wgmma_kernel.cuh",
-        "[&] { if (!first_tile) loader.refill(slot); }",
-        "[&] { loader.refill(slot); }",
+        "overlapped_kernel.cuh",
+        "[&] { if (!first_tile) loader.refill(after(next)); }",
+        "[&] { loader.refill(after(next)); }",
         ["test_no_bank_conflicts[WgmmaRows64-e4m3]"],
     ),
     Mutation(
         "wgmma: the softmax of the next tile into the P in use",
-        "wgmma_kernel.cuh",
+        "overlapped_kernel.cuh",
         "attend.softmax(buffer ^ 1, 0, i)",
         "attend.softmax(buffer, 0, i)",
         WGMMA,
     ),
     Mutation(
         "wgmma: a barrier that does not hand over P",
-        "wgmma_kernel.cuh",
+        "overlapped_kernel.cuh",
         "if (ptx::sync_block_or(exceeds))",
         "if (ptx::any(exceeds))",
         WGMMA,
@@ -557,7 +593,7 @@ MUTATIONS = [
         "attend.cuh",
         "ptx::wgmma_result(score_[0]); scale_all(score_, p_.pe_ratio);",
         "ptx::wgmma_result(score_[0]);",
-        ["test_scales[unequal, e4m3 placed, WgmmaRows64]"],
+        ["test_scales[unequal, e5m2, WgmmaRows64]"],
     ),
 ]
 

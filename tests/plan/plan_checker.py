@@ -38,8 +38,7 @@ MERGE_ITEM = np.dtype(
     + [("reserved", np.int32, 3)]
 )
 HEADER = np.dtype(
-    [(name, np.int32) for name in "num_merge_items num_many".split()]
-    + [("reserved", np.int32, 14)]
+    [(name, np.int32) for name in "num_merge_items num_many".split()] + [("reserved", np.int32, 14)]
 )
 CTA_WORK_OFFSET = 64
 
@@ -55,7 +54,7 @@ def least_merge_bytes(grid: int) -> int:
     return (grid // 2 + 1) * MERGE_ITEM.itemsize
 
 
-FEW_PARTIALS = 16  # params.h: up to this many, a merge item comes after those with more
+FEW_PARTIALS = 16  # params.h
 
 STATUS = (
     "ok bad_launch num_heads qo_indptr kv_indptr kv_len packed_rows too_many_items float_capacity "
@@ -316,7 +315,9 @@ def check_plan(problem: Problem, tile: TileShape, plan: Plan) -> None:
     assert slots == list(range(len(slots))), "slots are counted along the line"
     assert len(slots) == plan.result.num_slots <= 2 * plan.grid, "slot capacity"
     counts = [int(m["count"]) for m in plan.merges]
-    many = [count > FEW_PARTIALS for count in counts]
+    merged_rows = sum(int(m["rows"]) for m in plan.merges if m["count"] > FEW_PARTIALS)
+    rounds = max(1, -(-128 * merged_rows // (plan.grid * tile.rows)))
+    many = [count > 2 * FEW_PARTIALS * rounds for count in counts]
     assert plan.header["num_many"] == sum(many), "num_many"
     assert many == sorted(many, reverse=True), "items with many partials come first"
     assert plan.result.num_merge_items == len(counts), "num_merge_items"

@@ -133,8 +133,7 @@ class Attend {
                             : T::kQkRowTiles == 1               ? 4
                             : T::kQkRowTiles == 2               ? 2
                                                                 : 1;
-    const uint32_t tile =
-        tile_address(slot) + token_group_ * T::kQkBlocks * 16 * T::kKvRowBytes;
+    const uint32_t tile = tile_address(slot) + token_group_ * T::kQkBlocks * 16 * T::kKvRowBytes;
     float acc[T::kQkBlocks][T::kQkRowTiles][kChains][4];
     constexpr int kPairs = T::kQkSteps / 2, kCkvPairs = T::kCkvSteps / 2;
     constexpr int kPePairs = kPairs - kCkvPairs;
@@ -146,8 +145,8 @@ class Attend {
 #pragma unroll
       for (int b = 0; b < T::kQkBlocks; ++b) {
         uint32_t word[4];  // rows g and g+8 of one k-step, rows g and g+8 of the next
-        ptx::ldmatrix_x4(word, tile + ((pair & 1) ? odd_ : even_) + (pair >> 1) * 64 +
-                                   b * 16 * T::kKvRowBytes);
+        ptx::ldmatrix_x4(
+            word, tile + ((pair & 1) ? odd_ : even_) + (pair >> 1) * 64 + b * 16 * T::kKvRowBytes);
         if constexpr (Widen<F, D>::kHidesNan) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) nan[b][i & 1].look(word[i]);
@@ -203,6 +202,7 @@ class Attend {
   // The same with wgmma. The tensor core works during `meanwhile()`.
   template <class Meanwhile>
   MLA_DEVICE void scores_wgmma(int slot, Meanwhile meanwhile) {
+    static_assert(!Widen<F, D>::kHidesNan, "SM90 converts");
     zero(score_);
     constexpr int kGroups = T::kQkSteps / 4;  // of 64 dims
     if constexpr (MLA_FP8KV_LOADS_ONLY) return meanwhile();
@@ -211,7 +211,6 @@ class Attend {
     const uint32_t tile = tile_address(slot) + token_group_ * 16 * T::kKvRowBytes;
     const uint32_t q_16 =
         ptx::not_hoisted((shared_ + T::kQOffset + row_group_ * T::kQkRowTiles * kCoreBytes) >> 4);
-    NanFinder nan[2];
     uint32_t word[2][4];  // each: rows g and g+8 of one k-step, rows g and g+8 of the next
     uint32_t k[2][4][4];  // four k-steps in use by the tensor core, four in the making
     const auto fetch = [&](int i) {
@@ -223,7 +222,6 @@ class Attend {
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if constexpr (Widen<F, D>::kHidesNan) nan[j & 1].look(word[i][j]);
           uint32_t (&step)[4] = to[2 * i + (j >> 1)];
           Widen<F, D>::k_word(word[i][j], step[j & 1], step[(j & 1) + 2]);
         }
@@ -254,7 +252,6 @@ class Attend {
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_result(score_[0]);
-    if constexpr (Widen<F, D>::kHidesNan) poison(nan, score_[0]);
   }
 
   // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
@@ -399,8 +396,8 @@ class Attend {
       for (int d = 0; d < T::kDimBlocks; d += 2) {
         // Tokens 0..7 and 8..15 of 16 dims, then of the next 16.
         uint32_t word[4], v[2][4];
-        ptx::ldmatrix_x4_trans(word, tile + ((d & 2) ? odd_ : even_) + (d >> 2) * 64 +
-                                         k * 16 * T::kKvRowBytes);
+        ptx::ldmatrix_x4_trans(
+            word, tile + ((d & 2) ? odd_ : even_) + (d >> 2) * 64 + k * 16 * T::kKvRowBytes);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // Row g of the MMA is dim 2g of the block, row g+8 is dim 2g+1.

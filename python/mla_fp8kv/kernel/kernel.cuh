@@ -38,8 +38,8 @@ struct Work {
   int more, more_end;
 };
 
-// Brings what is read first into L2, and its pages into the TLB, while the previous kernel may still
-// run. It is read after that kernel's end: what that writes is seen.
+// Brings what is read first into L2, and its pages into the TLB, while the previous kernel may
+// still run. It is read after that kernel's end: what that writes is seen.
 template <class T>
 MLA_DEVICE void prefetch(const Params& p, const WorkItem& item) {
   const int thread = ptx::thread_index();
@@ -94,10 +94,10 @@ MLA_DEVICE void attend_items(const Params& p) {
   // Loads of Q fit between the page indices and the rows of KV that wait for them; but not both the
   // indices and many rows of Q into the registers.
   constexpr bool kFillFirst = T::kRows >= 32;
+  if constexpr (kFillFirst) loader.fill();
   bool first_item = true;
   int slot = 0;
   while (true) {
-    if (first_item && kFillFirst) loader.fill();
     attend.load_q(item);
     if (first_item) {
       if constexpr (!kFillFirst) loader.fill();

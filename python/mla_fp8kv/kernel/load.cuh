@@ -42,8 +42,8 @@ class Loader {
     }
   }
 
-  // Starts the copy of the first tiles, one to a slot. Here and in refill(), whether or not there is
-  // something to load, each tile closes a group of cp.async, after one with the page indices of
+  // Starts the copy of the first tiles, one to a slot. Here and in refill(), whether or not there
+  // is something to load, each tile closes a group of cp.async, after one with the page indices of
   // the tile that comes next: kTileGroups a tile.
   MLA_DEVICE void fill() {
 #pragma unroll
@@ -107,9 +107,9 @@ class Loader {
     return p_.kv_indices + tile.page_begin + divide(token_of(tile), p_.page_size);
   }
 
-  // Asks for the page indices of the tile at the walking position, a tile before its rows: addresses
-  // wait for them. They come with cp.async, so that the loop has no ordinary load whose scoreboard
-  // (there are six) the compiler might share with another wait.
+  // Asks for the page indices of the tile at the walking position, a tile before its rows:
+  // addresses wait for them. They come with cp.async, so that the loop has no ordinary load whose
+  // scoreboard (there are six) the compiler might share with another wait.
   MLA_DEVICE void fetch_index() {
     next_ = walk_;
     if (next_.left() > 0) {

@@ -99,8 +99,8 @@ MLA_DEVICE void write_merged_lse(const Params& p, const MergeItem& item, int row
                  lse * p.lse_scale);
 }
 
-// Few partials: a warp merges all partials of some dims of a row, a lane those of its dims. Lane i
-// and lane i + 16 find the weight of partial i.
+// Few partials, or many rows: a warp merges all partials of some dims of a row, a lane those of its
+// dims, 16 partials at once. Lane i and lane i + 16 find the weight of partial i.
 template <int Rows, bool Fp32>
 class MergeFew {
  public:
@@ -108,12 +108,13 @@ class MergeFew {
   // the making, only the plan is read.
   MLA_DEVICE MergeFew(const Params& p, const MergeItem* items, uint32_t shared)
       : p_(p), items_(items), warp_(ptx::thread_index() >> 5) {
-    weights_ = shared + warp_ * kFewPartials * 4;
+    weights_ = shared + warp_ * kAtOnce * 4;
     first_ = int64_t{ptx::block_index()} * kWarps + warp_;
     item_ = load_merge_item(items_ + first_ / (Rows * kSlices));
     const int row = static_cast<int>(first_ / kSlices % Rows);
     if (row < item_.rows) {
-      const int dim = (static_cast<int>(first_ % kSlices) * 32 + (ptx::thread_index() & 31)) * kDims;
+      const int dim =
+          (static_cast<int>(first_ % kSlices) * 32 + (ptx::thread_index() & 31)) * kDims;
       const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row;
       ptx::prefetch(p.partial_stat + slot_row * 2);
       ptx::prefetch(static_cast<const uint8_t*>(p.partial_out) +
@@ -137,6 +138,7 @@ class MergeFew {
   }
 
  private:
+  static constexpr int kAtOnce = kFewPartials;
   static constexpr int kWarps = kMergeThreads / 32;
   static constexpr int kDims = Rows <= 16 || Fp32 ? 4 : 8;  // more warps where there are few rows
   static constexpr int kSlices = kCkvDim / (32 * kDims);
@@ -147,43 +149,56 @@ class MergeFew {
     const int lane = ptx::thread_index() & 31;
     const int dim = (slice * 32 + lane) * kDims;
     const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row;
-    PartialStat stat;
-    const int own = lane % kFewPartials;
-    if (own < item_.count) stat.load(p_.partial_stat, slot_row + own * Rows);
-    PartialPiece<kDims, Fp32> piece[kFewPartials] = {};
+    float top = kNoReference, sum = 0.f, out[kDims] = {};
+    for (int begin = 0; begin < item_.count; begin += kAtOnce) {
+      const int count = item_.count - begin;
+      const int64_t first = slot_row + int64_t{begin} * Rows;
+      PartialStat stat;
+      const int own = lane % kAtOnce;
+      if (own < count) stat.load(p_.partial_stat, first + own * Rows);
+      PartialPiece<kDims, Fp32> piece[kAtOnce] = {};
 #pragma unroll
-    for (int i = 0; i < kFewPartials; ++i) {
-      if (i < item_.count) piece[i].load(p_.partial_out, (slot_row + i * Rows) * kCkvDim + dim);
-    }
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i < count) piece[i].load(p_.partial_out, (first + i * Rows) * kCkvDim + dim);
+      }
 
-    float top = stat.reference;
+      float raised = ptx::max(top, stat.reference);
 #pragma unroll
-    for (int i = 1; i < kFewPartials; i *= 2) top = ptx::max(top, ptx::shuffle_xor(top, i));
-    const float weight = stat.weight(top);
-    float sum = weight;
+      for (int i = 1; i < kAtOnce; i *= 2) raised = ptx::max(raised, ptx::shuffle_xor(raised, i));
+      const float weight = stat.weight(raised);
+      float added = weight;
 #pragma unroll
-    for (int i = 1; i < kFewPartials; i *= 2) sum += ptx::shuffle_xor(sum, i);
-    ptx::sync_warp();  // the weights of the row before are read
-    if (lane < kFewPartials) ptx::st_shared(weights_ + 4 * lane, weight * merged_scale(p_, sum));
-    ptx::sync_warp();
+      for (int i = 1; i < kAtOnce; i *= 2) added += ptx::shuffle_xor(added, i);
+      ptx::sync_warp();  // the weights before these are read
+      if (lane < kAtOnce) ptx::st_shared(weights_ + 4 * lane, weight);
+      ptx::sync_warp();
 
-    float out[kDims] = {};
+      if (begin > 0) {
+        const float shrink = ptx::exp2(top - raised);
+        sum *= shrink;
 #pragma unroll
-    for (int i = 0; i < kFewPartials; i += 4) {
-      if (i >= item_.count) break;
-      ptx::U4 w;
-      ptx::ld_shared(w, weights_ + 4 * i);
-      piece[i].add_to(out, ptx::as_float(w.x));
-      piece[i + 1].add_to(out, ptx::as_float(w.y));
-      piece[i + 2].add_to(out, ptx::as_float(w.z));
-      piece[i + 3].add_to(out, ptx::as_float(w.w));
+        for (int k = 0; k < kDims; ++k) out[k] *= shrink;
+      }
+      top = raised;
+      sum += added;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i += 4) {
+        if (i >= count) break;
+        ptx::U4 w;
+        ptx::ld_shared(w, weights_ + 4 * i);
+        piece[i].add_to(out, ptx::as_float(w.x));
+        piece[i + 1].add_to(out, ptx::as_float(w.y));
+        piece[i + 2].add_to(out, ptx::as_float(w.z));
+        piece[i + 3].add_to(out, ptx::as_float(w.w));
+      }
     }
+    const float scale = merged_scale(p_, sum);
     uint16_t* to = merged_out(p_, item_, row) + dim;
 #pragma unroll
     for (int k = 0; k < kDims; k += 4) {
       ptx::st_global(reinterpret_cast<ptx::U2*>(to + k),
-                     ptx::U2{merged_pair(p_, out[k], out[k + 1]),
-                             merged_pair(p_, out[k + 2], out[k + 3])});
+                     ptx::U2{merged_pair(p_, out[k] * scale, out[k + 1] * scale),
+                             merged_pair(p_, out[k + 2] * scale, out[k + 3] * scale)});
     }
     if (dim == 0) write_merged_lse(p_, item_, row, top, sum);
   }
@@ -191,7 +206,7 @@ class MergeFew {
   const Params& p_;
   const MergeItem* items_;
   int warp_;
-  uint32_t weights_;  // float [kFewPartials] of this warp
+  uint32_t weights_;  // float [kAtOnce] of this warp
   int64_t first_;     // a unit is a row and a slice of its dims
   MergeItem item_;
 };
@@ -263,13 +278,12 @@ MLA_DEVICE void merge_many(const Params& p, const MergeItem* items, const MergeI
         out[k] = (upper ? out[k + half] : out[k]) + given;
       }
     }
-    const int own = lane % kLanes * kDims + (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 +
-                    (lane >> 2 & 1);
+    const int own =
+        lane % kLanes * kDims + (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
     const uint32_t cells = shared + warp * kWarpBytes;
     ptx::st_shared(cells + 4 * own, out[0]);
     if (lane == 0) {
-      ptx::st_shared(cells + 4 * kBlockDims,
-                     ptx::U2{ptx::as_bits(top), ptx::as_bits(sum)});
+      ptx::st_shared(cells + 4 * kBlockDims, ptx::U2{ptx::as_bits(top), ptx::as_bits(sum)});
     }
     ptx::sync_block();
 

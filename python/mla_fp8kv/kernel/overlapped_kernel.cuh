@@ -13,7 +13,8 @@ template <class T, Format F, bool PlaceBits>
 MLA_KERNEL(T::kThreads, T::kCtasPerSm)
 attention_overlapped_kernel(const Params p) {
 #if MLA_FP8KV_HAS_WGMMA
-  static_assert(T::kSlots == 3 && T::kOverlapped, "one tile for the output, one for the scores, one in flight");
+  static_assert(T::kSlots == 3 && T::kOverlapped,
+                "one tile for the output, one for the scores, one in flight");
   auto [item, more, more_end] = begin<T>(p);
   if (item.rows == 0) return;
 

@@ -56,12 +56,12 @@ static_assert(sizeof(MergeItem) == 32, "MergeItem is read as two 16-byte loads")
 // NaN.
 constexpr float kNoReference = -1e30f;
 
-// Up to this many partials of a row, one lane of the merge reads them all.
+// The merge reads this many partials of a row at once.
 constexpr int32_t kFewPartials = 16;
 
 struct alignas(16) PlanHeader {
   int32_t num_merge_items;
-  int32_t num_many;  // the first num_many merge items have more than kFewPartials partials
+  int32_t num_many;  // the first num_many merge items are those whose partials are shared out
   int32_t reserved[14];
 };
 static_assert(sizeof(PlanHeader) == 64, "CtaWork records start right after the header");
@@ -111,8 +111,8 @@ struct Params {
   int64_t out_token_stride, out_head_stride;
 
   void* partial_out;  // [slots][tile rows][512], FP16 (FP32 with group scales), divided by the sum
-  float* partial_stat;  // [slots][tile rows][2]: reference maximum (base 2), sum
-  const uint8_t* plan;  // the integer workspace
+  float* partial_stat;   // [slots][tile rows][2]: reference maximum (base 2), sum
+  const uint8_t* plan;   // the integer workspace
   int32_t merge_offset;  // of its merge items
 
   Divisor heads, page_size;

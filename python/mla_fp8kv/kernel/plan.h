@@ -44,8 +44,8 @@ struct TileShape {
 
 // Costs relative to 64 tokens for 8 rows, as measured on one H200 with 32 requests of 8192 tokens.
 constexpr TileShape make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, bool wgmma) {
-  const float wide = wgmma ? (rows <= 32 ? 1.25f : 1.9f) : (rows <= 32 ? 1.6f : 2.6f);
-  const float per_64_tokens = rows <= 8 ? 1.0f : rows <= 16 ? 1.12f : wide;
+  const float wide = wgmma ? (rows <= 32 ? 1.35f : 2.1f) : (rows <= 32 ? 1.75f : 2.9f);
+  const float per_64_tokens = rows <= 8 ? 1.0f : rows <= 16 ? 1.1f : wide;
   return {rows, tokens, ctas_per_sm, per_64_tokens * static_cast<float>(tokens) / 64,
           per_64_tokens * 1.5f};
 }
@@ -291,6 +291,19 @@ struct Writer {
   }
 };
 
+// Up to this many partials of a row, one warp of the merge reads them all. Beyond, blocks share
+// them out, 16 to a row (merge.cuh), which takes about as long as to read 2 * kFewPartials; but if
+// there are more such rows than blocks, in as many rounds. There are grid * rows / 8 blocks.
+inline int32_t few_partials(const MergeItem* begin, const MergeItem* end, int32_t rows,
+                            int32_t grid) {
+  int64_t merged_rows = 0;
+  for (const MergeItem* item = begin; item != end; ++item) {
+    if (item->count > kFewPartials) merged_rows += item->rows;
+  }
+  const int64_t rounds = ceil_div(16 * 8 * merged_rows, int64_t{grid} * rows);
+  return static_cast<int32_t>(2 * kFewPartials * std::max<int64_t>(1, rounds));
+}
+
 inline PlanStatus fail(PlanStatus status, int32_t request, int64_t limit, int64_t given,
                        PlanResult& result) {
   result.request = request;
@@ -392,8 +405,7 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
   Counter counter;
   cut_line(in, tile, line, cut, counter);
   const int64_t more_offset =
-      merge_offset(grid) +
-      std::max(counter.merge_items, least_merge_items(grid)) * item_bytes;
+      merge_offset(grid) + std::max(counter.merge_items, least_merge_items(grid)) * item_bytes;
   const int64_t staged_bytes = more_offset + (counter.items - counter.busy_ctas) * item_bytes;
   if (staged_bytes > staged_capacity) {
     return fail(PlanStatus::kIntCapacity, -1, staged_bytes, staged_capacity, result);
@@ -411,8 +423,10 @@ inline PlanStatus make_plan(const PlanInput& in, const TileShape& tile, int32_t 
   auto* const header = reinterpret_cast<PlanHeader*>(base);
   header->num_merge_items = writer.num_merges;
   MergeItem* const merges_end = writer.merges + writer.num_merges;
-  MergeItem* const few = std::partition(
-      writer.merges, merges_end, [](const MergeItem& item) { return item.count > kFewPartials; });
+  const int32_t few_at_most = few_partials(writer.merges, merges_end, tile.rows, grid);
+  MergeItem* const few =
+      std::partition(writer.merges, merges_end,
+                     [few_at_most](const MergeItem& item) { return item.count > few_at_most; });
   header->num_many = static_cast<int32_t>(few - writer.merges);
 
   result.request = -1;

@@ -86,7 +86,7 @@ struct Tile {
   static constexpr int kLocationStride = (kLocationInP ? kPBytes : kLocationBytes) / Warps;
   static constexpr int kRowMaxOffset =
       kIndexOffset + 4 * Tokens + (kLocationInP ? 0 : kLocationBytes);  // float [rows]
-  static constexpr int kFactorOffset = kRowMaxOffset + 4 * Rows;   // float [rows]
+  static constexpr int kFactorOffset = kRowMaxOffset + 4 * Rows;        // float [rows]
   // Never in use at the same time: the tile's maxima and the item's sums (float [rows][token
   // groups]), Q's maxima (float [rows][warps of a row]).
   static constexpr int kTileMaxOffset = kFactorOffset + 4 * Rows;
@@ -113,8 +113,8 @@ struct Tile {
                 "a warp's dims must lie in one scale group");
 };
 
-// Tiles whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q and
-// P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
+// Tiles whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q
+// and P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
 template <int Rows, int Warps, int Slots, int CtasPerSm, int KpeDim, bool Overlapped>
 struct WgmmaTile : Tile<Rows, Warps, 64, Slots, 1, CtasPerSm, KpeDim, false, Overlapped> {
   static constexpr bool kWgmma = true;
@@ -143,7 +143,8 @@ constexpr int kNumTiles = 6;
 constexpr int kSharedPerSmSm90 = 233472;
 constexpr int kSmallestSharedLimit = 101376;  // per block, opt-in: SM86, SM89, SM120, SM121
 constexpr int kReservedSharedPerCta = 1024;   // by CUDA
-static_assert(2 * (Tiles<64>::WgmmaRows32::kSharedBytes + kReservedSharedPerCta) <= kSharedPerSmSm90,
+static_assert(2 * (Tiles<64>::WgmmaRows32::kSharedBytes + kReservedSharedPerCta) <=
+                  kSharedPerSmSm90,
               "two CTAs an SM, to the byte");
 static_assert(Tiles<64>::ScaledRows8::kSharedBytes <= kSmallestSharedLimit, "8 rows must fit");
 static_assert(Tiles<64>::ScaledRows16::kSharedBytes <= kSmallestSharedLimit, "16 rows must fit");

@@ -57,7 +57,7 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
     limit = std::min(limit, forced);
   }
   // Only where the GPU is not to be taken for another one.
-  const bool wgmma = device.compute_major == 9 && limit == device.shared_per_block &&
+  const bool wgmma = kHasWgmma && device.compute_major == 9 && limit == device.shared_per_block &&
                      environment_switch("MLA_FP8KV_WGMMA", true);
   const int32_t forced_ctas = environment_number("MLA_FP8KV_CTAS_PER_SM");
   const int32_t forced_rows = environment_number("MLA_FP8KV_TILE_ROWS");

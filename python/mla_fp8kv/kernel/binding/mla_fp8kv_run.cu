@@ -112,12 +112,19 @@ void launch_variant(int64_t tile, const Params& params, const Launch& how) {
       return scaled ? launch_tile<T::ScaledRows16, 64>(params, how)
                     : launch_tile<T::Rows64>(params, how);
     case 4:
-      return scaled ? launch_tile<T::ScaledRows16, 32>(params, how)
-                    : launch_tile<T::WgmmaRows32>(params, how);
-    default:
-      return scaled ? launch_tile<T::ScaledRows16, 64>(params, how)
-                    : launch_tile<T::WgmmaRows64>(params, how);
+      if constexpr (kHasWgmma) {
+        return scaled ? launch_tile<T::ScaledRows16, 32>(params, how)
+                      : launch_tile<T::WgmmaRows32>(params, how);
+      }
+      break;
+    case 5:
+      if constexpr (kHasWgmma) {
+        return scaled ? launch_tile<T::ScaledRows16, 64>(params, how)
+                      : launch_tile<T::WgmmaRows64>(params, how);
+      }
+      break;
   }
+  TVM_FFI_THROW(ValueError) << "plan_info must come from plan() of the same module.";
 }
 
 std::string shape_text(const int64_t* sizes, int ndim) {

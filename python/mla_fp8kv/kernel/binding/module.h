@@ -16,6 +16,8 @@ namespace mla_fp8kv {
 constexpr Format kFormat = MLA_FP8KV_E5M2 ? Format::kE5M2 : Format::kE4M3;
 constexpr int kKpeDim = MLA_FP8KV_KPE;
 constexpr const Variant* kVariants = Variants<kKpeDim>::kAll;
+// A module that places bits whatever the GPU shows what GPUs before SM89 do: without wgmma, too.
+constexpr bool kHasWgmma = !MLA_FP8KV_DEQUANT_BITS;
 
 // plan() returns these numbers, run() gets them back. A captured launch keeps those of its capture.
 enum PlanInfo : int32_t {
