@@ -29,7 +29,6 @@ MUTATIONS = {
     ),
     "merge items misplaced": ("(base + merge_offset(grid))", "(base + merge_offset(grid) + 16)"),
     "too few partials shared out": ("(2 * kFewPartials * std::max", "(3 * kFewPartials * std::max"),
-    "rows of few partials counted": ("if (item->count > kFewPartials) merged", "merged"),
     "tiny pieces": ("return item_units / kTileUnits + 1;", "return 1;"),
     "one piece at any price": ("<= even + line.item_units / kTileUnits", "<= 9 * even"),
     "capacity beyond the grid": ("counter.last_cta < grid ?", "counter.last_cta < 2 * grid ?"),

@@ -100,7 +100,7 @@ MLA_DEVICE void write_merged_lse(const Params& p, const MergeItem& item, int row
 }
 
 // Few partials, or many rows: a warp merges all partials of some dims of a row, a lane those of its
-// dims, 16 partials at once. Lane i and lane i + 16 find the weight of partial i.
+// dims, kAtOnce partials at once. Lane i finds the weight of partial i % kAtOnce.
 template <int Rows, bool Fp32>
 class MergeFew {
  public:
@@ -138,9 +138,9 @@ class MergeFew {
   }
 
  private:
-  static constexpr int kAtOnce = kFewPartials;
   static constexpr int kWarps = kMergeThreads / 32;
   static constexpr int kDims = Rows <= 16 || Fp32 ? 4 : 8;  // more warps where there are few rows
+  static constexpr int kAtOnce = kDims == 4 ? kFewPartials : kFewPartials / 2;
   static constexpr int kSlices = kCkvDim / (32 * kDims);
   static_assert(merge_ctas_per_sm(Rows) * kWarps * 2 <= Rows * kSlices,
                 "the first item of a block is among the least_merge_items of one CTA an SM");

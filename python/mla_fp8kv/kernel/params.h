@@ -56,7 +56,7 @@ static_assert(sizeof(MergeItem) == 32, "MergeItem is read as two 16-byte loads")
 // NaN.
 constexpr float kNoReference = -1e30f;
 
-// The merge reads this many partials of a row at once.
+// The merge reads this many partials of a row at once, or half as many.
 constexpr int32_t kFewPartials = 16;
 
 struct alignas(16) PlanHeader {
