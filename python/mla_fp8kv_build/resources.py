@@ -223,9 +223,12 @@ def _variant(name: str, tile: str) -> str:
     if not kernel:
         raise BuildError(f"'resources' does not know the kernel {name}.")
     arguments = re.split(r",\s*", (tile or name[: name.index(">")]).partition("<")[2].rstrip(">"))
-    rows, scaled = arguments[0].rpartition("<")[2], arguments[-1] == "true"
-    slots = f", {arguments[3]} slots" if "::Tile<" in tile else ""
-    return f"{kernel[1]} {int(rows):2} rows{slots}{', group scales' if scaled else ''}"
+    rows = int(arguments[0].rpartition("<")[2])
+    if "WgmmaTile<" in tile:
+        return f"{kernel[1]} {rows:2} rows, {arguments[2]} slots, wgmma"
+    scaled = arguments[7 if tile else -1] == "true"
+    slots = f", {arguments[3]} slots" if tile else ""
+    return f"{kernel[1]} {rows:2} rows{slots}{', group scales' if scaled else ''}"
 
 
 def _demangle(symbols: list[str]) -> list[str]:

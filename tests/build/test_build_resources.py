@@ -9,7 +9,7 @@ from mla_fp8kv_build import arch, cli, env, resources, toolchain
 from mla_fp8kv_build.errors import BuildError
 from mla_fp8kv_build.toolchain import Nvrtc, Toolkit
 
-TILE = "NS_4TileILi{rows}ELi4ELi64ELi2ELi1ELi2ELi64ELb{scales}EEE"
+TILE = "NS_4TileILi{rows}ELi4ELi64ELi2ELi1ELi2ELi64ELb{scales}ELb0EEE"
 KERNEL = "_ZN9mla_fp8kv16attention_kernelI" + TILE + "LNS_6FormatE0ELb0EEEvNS_6ParamsE"
 MERGE = "_ZN9mla_fp8kv12merge_kernelILi{rows}ELb{scales}EEEvNS_6ParamsE"
 TOOLKIT = Toolkit(Path("/cuda"), "13.0.88")
@@ -38,10 +38,10 @@ def test_a_report_becomes_entries():
     )
     attention, merge = resources.parse_report(text)
     assert attention == resources.Entry(
-        kernel="mla_fp8kv::attention_kernel<mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true>, "
+        kernel="mla_fp8kv::attention_kernel<mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true, false>, "
         "(mla_fp8kv::Format)0, false>",
         variant="attention 16 rows, 2 slots, group scales",
-        tile="mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true>",
+        tile="mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true, false>",
         rows=16,
         registers=168,
         spill_bytes=0,

@@ -91,9 +91,9 @@ MLA_DEVICE void attend_items(const Params& p) {
   Attend<T, F, kDequant<PlaceBits>> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
   constexpr int kGroups = Loader<T>::kTileGroups;
-  // Loads of Q fit between the page indices and the rows of KV that wait for them; but not both the
-  // indices and many rows of Q into the registers.
-  constexpr bool kFillFirst = T::kRows >= 32;
+  // The loads of Q fit between the page indices and the rows of KV that wait for them; but indices
+  // and Q do not both fit the registers beside wgmma's.
+  constexpr bool kFillFirst = T::kWgmma;
   if constexpr (kFillFirst) loader.fill();
   bool first_item = true;
   int slot = 0;
