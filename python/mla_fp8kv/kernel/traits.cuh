@@ -12,7 +12,6 @@
  * so a CTA widens each FP8 byte once for K and once for V, however many rows it has.
  */
 #pragma once
-#include <algorithm>
 #include <cstdint>
 
 namespace mla_fp8kv {
@@ -93,7 +92,8 @@ struct Tile {
   static constexpr int kSumOffset = kTileMaxOffset;
   static constexpr int kQMaxOffset = kTileMaxOffset;
   static constexpr int kSharedBytes =
-      kTileMaxOffset + 4 * Rows * std::max(kTokenGroups, kWarpsPerRowTile);
+      kTileMaxOffset +
+      4 * Rows * (kTokenGroups > kWarpsPerRowTile ? kTokenGroups : kWarpsPerRowTile);
 
   static_assert(Rows % 8 == 0 && Tokens % 16 == 0, "rows and tokens come in MMA tiles");
   static_assert(QkBlocks <= 2 && kTokenBlocks % QkBlocks == 0 && Warps % kTokenGroups == 0,
