@@ -147,9 +147,8 @@ _H200_COPY_GBPS = 4220.0
 
 
 def _goal_us(row: Row) -> float:
-    share, constant = (
-        (1.06, 4.5) if row.heads <= 8 else (1.15, 5.5) if row.heads <= 16 else (1.25, 6)
-    )
+    rows = row.heads * row.qo_len
+    share, constant = (1.06, 4.5) if rows <= 8 else (1.15, 5.5) if rows <= 16 else (1.25, 6)
     floor = row.kv_tokens * TOKEN_BYTES / (_H200_COPY_GBPS * 1e3)
     goal = share * floor + constant
     if row.label:
@@ -196,6 +195,12 @@ ROWS = (
     _serving(16, (4096,) * 16, page_size=64),
     _serving(12, (8192,) * 32),
     _serving(20, (8192,) * 32),
+    _serving(32, (8192,) * 32),
+    # Verification of four draft tokens, of a few and of more requests.
+    *(
+        _serving(heads, (4096,) * batch, qo_len=4, causal=True)
+        for heads, batch in ((8, 16), (16, 4))
+    ),
     _serving(16, (131_072,)),
     _serving(8, (8192,) * 32, group_scales=True),
     _serving(16, (4096,) * 16, group_scales=True),
