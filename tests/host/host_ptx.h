@@ -315,6 +315,7 @@ MLA_DEVICE void sync_block() { h::current->sync_block("sync_block", false); }
 MLA_DEVICE bool sync_block_or(bool p) { return h::current->sync_block("sync_block_or", p); }
 
 // ---- programmatic dependent launch
+#define MLA_FP8KV_HAS_DEPENDENT_LAUNCH 1
 MLA_DEVICE void wait_for_previous_kernel() { h::current->wait_for_previous_kernel(); }
 MLA_DEVICE void let_next_kernel_start() {}
 

@@ -81,6 +81,13 @@ MUTATIONS = [
         "attend.cuh",
         "fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};",
         "fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};",
+        ["test_all_codes_as_key[Rows8-e4m3 placed]"],
+    ),
+    Mutation(
+        "FP16 Q not permuted to the order of the k index",
+        "attend.cuh",
+        "{ptx::byte_permute(q_[i].x, q_[i].y, 0x5410),",
+        "{ptx::byte_permute(q_[i].x, q_[i].y, 0x3210),",
         PLACED,
     ),
     Mutation(
@@ -174,21 +181,21 @@ MUTATIONS = [
         "attend.cuh",
         "out_[d][n][c] *= shrink[c & 1];",
         "out_[d][n][c] *= 1.f;",
-        ["test_moving_maximum[rising-Rows8]"],
+        ["test_moving_maximum[Rows8-rising-6-2]"],
     ),
     Mutation(
         "sum not rescaled when the reference moves",
         "attend.cuh",
         "sum_[own][c] *= shrink[c];",
         "",
-        ["test_moving_maximum[rising-Rows8]"],
+        ["test_moving_maximum[Rows8-rising-6-2]"],
     ),
     Mutation(
         "reference never moves",
         "attend.cuh",
         "exceeds |= x > kSlack;",
         "",
-        E4M3,
+        ["test_moving_maximum[Rows8-rising-6-2]"],
     ),
     Mutation(
         "row scale of Q not undone",
@@ -443,8 +450,8 @@ MUTATIONS = [
     Mutation(
         "merge begins one slot late",
         "merge.cuh",
-        "const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row; PartialStat",
-        "const int64_t slot_row = int64_t{item_.slot_begin + 1} * Rows + row; PartialStat",
+        "int64_t{item_.slot_begin} * Rows + row; float top",
+        "int64_t{item_.slot_begin + 1} * Rows + row; float top",
         SPLIT,
     ),
     Mutation(
@@ -466,14 +473,14 @@ MUTATIONS = [
         "merge.cuh",
         "return sum * ptx::exp2(reference - top);",
         "return sum;",
-        ["test_moving_maximum[rising-Rows8]"],
+        ["test_moving_maximum[Rows8-rising-6-2]"],
     ),
     Mutation(
         "merge: what came before not rescaled",
         "merge.cuh",
         "if (begin > 0)",
         "if (begin < 0)",
-        ["test_split_kv[Rows8, 20 partials]"],
+        ["test_moving_maximum[Rows8-rising-20-20]"],
     ),
     Mutation(
         "merge: last warp's share lost",

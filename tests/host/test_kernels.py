@@ -246,11 +246,16 @@ def test_outliers_in_a_row_of_q(tile: str) -> None:
     assert mismatch(case, inputs, run(case, inputs), expect(case, inputs)) == ""
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("order", ["rising", "falling", "spikes"])
-def test_moving_maximum(tile: str, order: str) -> None:
+@pytest.mark.parametrize(
+    ("tile", "order", "kv_tiles", "grid"),
+    [
+        *((tile, order, 6, 2) for tile in TILES for order in ("rising", "falling", "spikes")),
+        (FIRST, "rising", 20, 20),  # more partials than the merge reads at once
+    ],
+)
+def test_moving_maximum(tile: str, order: str, kv_tiles: int, grid: int) -> None:
     """Scores far above and below the running reference, within and across tiles and partials."""
-    case = Case([(1, 6 * TILES[tile].tokens)], 8, tile, grid=2, sm_scale=0.05)
+    case = Case([(1, kv_tiles * TILES[tile].tokens)], 8, tile, grid=grid, sm_scale=0.05)
     inputs = make_inputs(case)
     tokens = case.requests[0][1]
     size = {

@@ -65,7 +65,7 @@ MLA_DEVICE Work begin(const Params& p) {
   const WorkItem item = load_item(&work->first);
   const ptx::U2 further = ptx::ld_const(reinterpret_cast<const ptx::U2*>(&work->more_begin));
   const int more = static_cast<int>(further.x);
-  prefetch<T>(p, item);
+  if constexpr (MLA_FP8KV_HAS_DEPENDENT_LAUNCH) prefetch<T>(p, item);
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   return {item, more, more + static_cast<int>(further.y)};

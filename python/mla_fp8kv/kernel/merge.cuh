@@ -111,15 +111,9 @@ class MergeFew {
     weights_ = shared + warp_ * kAtOnce * 4;
     first_ = int64_t{ptx::block_index()} * kWarps + warp_;
     item_ = load_merge_item(items_ + first_ / (Rows * kSlices));
-    const int row = static_cast<int>(first_ / kSlices % Rows);
-    if (row < item_.rows) {
-      const int dim =
-          (static_cast<int>(first_ % kSlices) * 32 + (ptx::thread_index() & 31)) * kDims;
-      const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row;
-      ptx::prefetch(p.partial_stat + slot_row * 2);
-      ptx::prefetch(static_cast<const uint8_t*>(p.partial_out) +
-                    (slot_row * kCkvDim + dim) * (Fp32 ? 4 : 2));
-      ptx::prefetch(merged_out(p_, item_, row) + dim);
+    if constexpr (MLA_FP8KV_HAS_DEPENDENT_LAUNCH) {
+      const int row = static_cast<int>(first_ / kSlices % Rows);
+      if (row < item_.rows) prefetch(row, static_cast<int>(first_ % kSlices));
     }
   }
 
@@ -145,9 +139,21 @@ class MergeFew {
   static_assert(merge_ctas_per_sm(Rows) * kWarps * 2 <= Rows * kSlices,
                 "the first item of a block is among the least_merge_items of one CTA an SM");
 
+  MLA_DEVICE int first_dim(int slice) const {
+    return (slice * 32 + (ptx::thread_index() & 31)) * kDims;
+  }
+
+  MLA_DEVICE void prefetch(int row, int slice) const {
+    const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row;
+    ptx::prefetch(p_.partial_stat + slot_row * 2);
+    ptx::prefetch(static_cast<const uint8_t*>(p_.partial_out) +
+                  (slot_row * kCkvDim + first_dim(slice)) * (Fp32 ? 4 : 2));
+    ptx::prefetch(merged_out(p_, item_, row) + first_dim(slice));
+  }
+
   MLA_DEVICE void merge_row(int row, int slice) const {
     const int lane = ptx::thread_index() & 31;
-    const int dim = (slice * 32 + lane) * kDims;
+    const int dim = first_dim(slice);
     const int64_t slot_row = int64_t{item_.slot_begin} * Rows + row;
     float top = kNoReference, sum = 0.f, out[kDims] = {};
     for (int begin = 0; begin < item_.count; begin += kAtOnce) {

@@ -333,16 +333,21 @@ MLA_DEVICE void sync_warp() { __syncwarp(); }
 MLA_DEVICE void sync_block() { __syncthreads(); }
 MLA_DEVICE bool sync_block_or(bool p) { return __syncthreads_or(p); }
 
-// ---- programmatic dependent launch (SM90+; elsewhere kernels of a stream run one after the other
-// anyway) Nothing an earlier kernel wrote may be read before this. Every CTA must call it before it
-// exits: a kernel that follows takes our completion for the completion of all that ran before us.
-MLA_DEVICE void wait_for_previous_kernel() {
+// ---- programmatic dependent launch (elsewhere kernels of a stream run one after the other anyway)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define MLA_FP8KV_HAS_DEPENDENT_LAUNCH 1
+#else
+#define MLA_FP8KV_HAS_DEPENDENT_LAUNCH 0
+#endif
+// Nothing an earlier kernel wrote may be read before this. Every CTA must call it before it exits:
+// a kernel that follows takes our completion for the completion of all that ran before us.
+MLA_DEVICE void wait_for_previous_kernel() {
+#if MLA_FP8KV_HAS_DEPENDENT_LAUNCH
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 MLA_DEVICE void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if MLA_FP8KV_HAS_DEPENDENT_LAUNCH
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
