@@ -32,8 +32,8 @@ MODULES = {
     "e4m3_64_bits": ("e4m3", 64, {"MLA_FP8KV_DEQUANT": "bits"}),
     "e4m3_64_loads": ("e4m3", 64, {"MLA_FP8KV_LOADS_ONLY": "1"}),
 }
-# More row tiles of 8 rows than any GPU has CTAs resident with ONE_CTA an SM. (A race is within a CTA,
-# and the tools take their time for each.)
+# More row tiles of 8 rows than any GPU has CTAs resident with ONE_CTA an SM. (A race is within a
+# CTA, and the tools take their time for each.)
 MANY = 220
 ONE_CTA = {"MLA_FP8KV_CTAS_PER_SM": "1"}
 SHAPES = {
