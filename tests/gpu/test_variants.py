@@ -64,15 +64,18 @@ def test_a_plan_launches_what_is_said_of_it(name, tile, monkeypatch):
 
 def test_kernels_are_found_in_a_library(tmp_path):
     library = tmp_path / "module.so"
-    tile = b"INS_4TileILi%dELi4ELi64ELi4ELi1ELi2ELi64ELb%dEEELNS_6FormatE0ELb0EEEvNS_6ParamsE"
+    tile = b"INS_4TileILi%dELi4ELi64ELi2ELi1ELi2ELi64ELb%dELb0EEELNS_6FormatE0ELb0EEEvNS_6ParamsE"
     attention = b"_ZN9mla_fp8kv16attention_kernel" + tile
     merge = b"_ZN9mla_fp8kv12merge_kernelILi64ELb1EEEvNS_6ParamsE"
     stub = b"_ZZL124__device_stub_" + attention % (8, 0) + b"RKN9mla_fp8kv6ParamsEE5__tmp"
-    wgmma = b"_ZN9mla_fp8kv22attention_wgmma_kernelINS_9WgmmaTileILi64ELi0EEELNS_6FormatE0ELb1EEE"
-    wgmma += b"vNS_6ParamsE"
-    library.write_bytes(b"\0".join([attention % (8, 0), attention % (16, 1), wgmma, merge, stub]))
+    wgmma = b"INS_9WgmmaTileILi%dELi8ELi3ELi1ELi64ELb%dEEELNS_6FormatE0ELb1EEEvNS_6ParamsE"
+    plain = b"_ZN9mla_fp8kv16attention_kernel" + wgmma % (32, 0)
+    overlapped = b"_ZN9mla_fp8kv27attention_overlapped_kernel" + wgmma % (64, 1)
+    names = [attention % (8, 0), attention % (16, 1), plain, overlapped, merge, stub]
+    library.write_bytes(b"\0".join(names))
     assert variants.shipped(library) == {
         Kernel("attention", 8, False),
+        Kernel("attention_wgmma", 32, False),
         Kernel("attention_wgmma", 64, False),
         Kernel("attention", 16, True),
         Kernel("merge", 64, True),
@@ -86,13 +89,13 @@ def test_kernels_are_found_in_a_library(tmp_path):
     "name, kernel",
     [
         (
-            "void mla_fp8kv::attention_kernel<mla_fp8kv::Tile<16, 4, 64, 4, 1, 2, 64, true>, "
-            "(mla_fp8kv::Format)0, false>(mla_fp8kv::Params)",
+            "void mla_fp8kv::attention_kernel<"
+            "mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true, false>, (mla_fp8kv::Format)0, false>(mla_fp8kv::Params)",
             Kernel("attention", 16, True),
         ),
         (
-            "void mla_fp8kv::attention_wgmma_kernel<mla_fp8kv::WgmmaTile<64, 64>, "
-            "(mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
+            "void mla_fp8kv::attention_overlapped_kernel<"
+            "mla_fp8kv::WgmmaTile<64, 8, 3, 1, 64, true>, (mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
             Kernel("attention_wgmma", 64, False),
         ),
         ("void mla_fp8kv::merge_kernel<(int)32, (bool)0>(mla_fp8kv::Params)", ("merge", 32, False)),

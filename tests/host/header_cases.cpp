@@ -180,19 +180,6 @@ std::string run_case(const std::string& name) {
   if (name == "misaligned") {
     return run(1, 64, [] { ptx::st_shared(kSharedBase + 4, ptx::U2{1, 2}); });
   }
-  if (name == "atomic maximum" || name == "atomic maximum read without barrier" ||
-      name == "atomic maximum of unordered bytes") {
-    return run(2, 64, [&] {
-      const int thread = ptx::thread_index();
-      if (thread == 0) ptx::st_shared(kSharedBase, 0u);
-      if (name != "atomic maximum of unordered bytes") ptx::sync_block();
-      ptx::atomic_max_shared(kSharedBase, static_cast<uint32_t>(thread * 7 % 64));
-      if (name != "atomic maximum read without barrier") ptx::sync_block();
-      int32_t v;
-      ptx::ld_shared(v, kSharedBase);
-      if (v != 63) host::current->fault("wrong maximum");
-    });
-  }
 
   // ---- cp.async
   if (name == "copy, wait") return copy_then_read(0, nothing, wait);

@@ -97,12 +97,6 @@ __attribute__((noinline)) void st_shared(uint32_t a, T v) {
   h::current->count_lane("st.shared", __builtin_return_address(0), a, sizeof v);
   std::memcpy(h::current->shared.write("st.shared", a, sizeof v, thread_index()), &v, sizeof v);
 }
-inline void atomic_max_shared(uint32_t a, uint32_t v) {
-  uint8_t* p = h::current->shared.update("red.shared.max", a, thread_index());
-  uint32_t old;
-  std::memcpy(&old, p, sizeof old);
-  if (v > old) std::memcpy(p, &v, sizeof v);
-}
 
 // ---- ldmatrix
 struct MatrixLoad {

@@ -48,7 +48,7 @@ class SharedMemory {
         warps_(warps),
         data_(bytes, kPoison),
         words_(bytes / 4),
-        touched_(words_.size() * warps),
+        reads_(words_.size() * warps),
         published_(warps * kLanes, 0) {}
 
   Clocks clocks;
@@ -58,8 +58,7 @@ class SharedMemory {
     for (uint32_t w = first_word(address); w < first_word(address) + bytes / 4; ++w) {
       check_state(op, w);
       check_writer(op, w, thread);
-      check_atomics(op, w, thread);
-      note(touched(w, thread).read, thread);
+      note(read_of(w, thread), thread);
       words_[w].read_by = op;
     }
     return p;
@@ -84,18 +83,6 @@ class SharedMemory {
     return p;
   }
   void publish(int thread) { ++published_[thread]; }
-
-  // An atomic operation on 4 bytes whose result nobody gets: they do not race with each other.
-  uint8_t* update(const char* op, uint32_t address, int thread) {
-    uint8_t* p = pointer(op, address, 4);
-    const uint32_t w = first_word(address);
-    check_state(op, w);
-    check_writer(op, w, thread);
-    check_readers(op, w, thread);
-    note(touched(w, thread).atomic, thread);
-    words_[w].updated_by = op;
-    return p;
-  }
 
   // The bytes are poison from begin_copy() to end_copy(), by the same thread. The write happens for
   // other threads when this one has waited for it.
@@ -130,18 +117,14 @@ class SharedMemory {
     uint32_t published = 0;  // how often the writer had published by then
     const char* written_by = "";
     const char* read_by = "";
-    const char* updated_by = nullptr;
   };
   struct Touch {
     uint32_t clock = 0;  // of the warp, when it last touched the word; 0: never
     int16_t lane = 0;    // that did it, kSeveral if more than one in that same clock
   };
-  struct Touched {  // by one warp
-    Touch read, atomic;
-  };
 
   static uint32_t first_word(uint32_t address) { return (address - kSharedBase) / 4; }
-  Touched& touched(uint32_t word, int thread) { return touched_[word * warps_ + thread / kLanes]; }
+  Touch& read_of(uint32_t word, int thread) { return reads_[word * warps_ + thread / kLanes]; }
 
   uint8_t* pointer(const char* op, uint32_t address, uint32_t bytes) {
     if (address < kSharedBase || address - kSharedBase + bytes > data_.size()) {
@@ -170,7 +153,6 @@ class SharedMemory {
   void begin_write(const char* op, uint32_t word, int thread, State state) {
     check_writer(op, word, thread);
     check_readers(op, word, thread);
-    check_atomics(op, word, thread);
     if (words_[word].state == kInFlight) {
       report_.fault(std::string(op) + " writes where a cp.async is still in flight");
     }
@@ -192,15 +174,8 @@ class SharedMemory {
   }
   void check_readers(const char* op, uint32_t word, int thread) {
     for (int warp = 0; warp < warps_; ++warp) {
-      const Touch& touch = touched(word, warp * kLanes).read;
+      const Touch& touch = read_of(word, warp * kLanes);
       if (!ordered(touch, warp, thread)) race(op, words_[word].read_by, warp == thread / kLanes);
-    }
-  }
-  void check_atomics(const char* op, uint32_t word, int thread) {
-    if (words_[word].updated_by == nullptr) return;
-    for (int warp = 0; warp < warps_; ++warp) {
-      const Touch& touch = touched(word, warp * kLanes).atomic;
-      if (!ordered(touch, warp, thread)) race(op, words_[word].updated_by, warp == thread / kLanes);
     }
   }
   bool ordered(const Touch& touch, int warp, int thread) const {
@@ -220,7 +195,7 @@ class SharedMemory {
   const int warps_;
   std::vector<uint8_t> data_;
   std::vector<Word> words_;
-  std::vector<Touched> touched_;     // [word][warp]
+  std::vector<Touch> reads_;         // [word][warp]
   std::vector<uint32_t> published_;  // [thread]
 };
 

@@ -133,9 +133,6 @@ MLA_DEVICE void st_shared(uint32_t a, U4 v) {
                "r"(v.w)
                : "memory");
 }
-MLA_DEVICE void atomic_max_shared(uint32_t a, uint32_t v) {
-  asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
 
 // Matrix j is eight 16-byte rows whose addresses lanes 8j..8j+7 pass; lane (g, t) = (lane / 4, lane
 // % 4) gets the 4 bytes 4t..4t+3 of row g.
