@@ -90,12 +90,14 @@ def test_kernels_are_found_in_a_library(tmp_path):
     [
         (
             "void mla_fp8kv::attention_kernel<"
-            "mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true, false>, (mla_fp8kv::Format)0, false>(mla_fp8kv::Params)",
+            "mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true, false>, "
+            "(mla_fp8kv::Format)0, false>(mla_fp8kv::Params)",
             Kernel("attention", 16, True),
         ),
         (
             "void mla_fp8kv::attention_overlapped_kernel<"
-            "mla_fp8kv::WgmmaTile<64, 8, 3, 1, 64, true>, (mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
+            "mla_fp8kv::WgmmaTile<64, 8, 3, 1, 64, true>, "
+            "(mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
             Kernel("attention_wgmma", 64, False),
         ),
         ("void mla_fp8kv::merge_kernel<(int)32, (bool)0>(mla_fp8kv::Params)", ("merge", 32, False)),
