@@ -218,9 +218,8 @@ class MergeFew {
 };
 
 // Many partials of few rows: a block does 32 dims of one row, 4 lanes for each of 32 shares of the
-// partials.
-// `first` is the block's first item, if there is one.
-constexpr int kManySlices = 16;
+// partials. `first` is the block's first item, if it has one.
+constexpr int kManySlices = 16;  // of a row
 template <int Rows, bool Fp32>
 MLA_DEVICE void merge_many(const Params& p, const MergeItem* items, const MergeItem& first,
                            int num_many, uint32_t shared) {
