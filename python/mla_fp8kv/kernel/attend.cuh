@@ -47,14 +47,12 @@ class Attend {
   // Fetches this thread's share of Q: 4 neighbouring elements of one row at every k-step it owns.
   MLA_DEVICE void load_q(const WorkItem& item) {
     const int row = 8 * (warp_ % T::kRowTiles) + g_;
-    const uint32_t packed = item.row_begin + row;
-    const uint32_t query = divide(packed, p_.heads);
-    const int64_t token = item.q_begin + query;
-    const int64_t head = packed - query * p_.heads.value;
-    const uint16_t* nope =
-        p_.q_nope + token * p_.q_nope_token_stride + head * p_.q_nope_head_stride + 4 * t_;
-    const uint16_t* pe =
-        p_.q_pe + token * p_.q_pe_token_stride + head * p_.q_pe_head_stride + 4 * t_;
+    const auto piece = [&](const uint16_t* q, int64_t token_stride, int64_t head_stride) {
+      return q + 4 * t_ +
+             row_offset(p_, item.q_begin, item.row_begin + row, token_stride, head_stride);
+    };
+    const uint16_t* nope = piece(p_.q_nope, p_.q_nope_token_stride, p_.q_nope_head_stride);
+    const uint16_t* pe = piece(p_.q_pe, p_.q_pe_token_stride, p_.q_pe_head_stride);
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
       q_[i] = {0, 0};
@@ -781,12 +779,9 @@ class Attend {
 
   // ---- results
   MLA_DEVICE void store_out(const WorkItem& item, int row, int n, int c, float scale) const {
-    const uint32_t packed = item.row_begin + row;
-    const uint32_t query = divide(packed, p_.heads);
-    const int64_t token = item.q_begin + query;
-    const int64_t head = packed - query * p_.heads.value;
-    uint16_t* out = p_.out + token * p_.out_token_stride + head * p_.out_head_stride +
-                    warp_ * T::kWarpDims + 2 * g_;
+    uint16_t* out = p_.out + warp_ * T::kWarpDims + 2 * g_ +
+                    row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride,
+                               p_.out_head_stride);
 #pragma unroll
     for (int d = 0; d < T::kDimBlocks; ++d) {
       const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;

@@ -49,12 +49,9 @@ MLA_DEVICE void prefetch(const Params& p, const WorkItem& item) {
   constexpr int kPieces = T::kThreads / T::kRows;  // of a row of Q: 128 bytes each
   const int row = thread / kPieces, piece = thread % kPieces;
   if (row < item.rows && piece * 64 < kCkvDim) {
-    const uint32_t packed = item.row_begin + row;
-    const uint32_t query = divide(packed, p.heads);
-    const int64_t token = item.q_begin + query;
-    const int64_t head = packed - query * p.heads.value;
-    ptx::prefetch(p.q_nope + token * p.q_nope_token_stride + head * p.q_nope_head_stride +
-                  piece * 64);
+    ptx::prefetch(p.q_nope + piece * 64 +
+                  row_offset(p, item.q_begin, item.row_begin + row, p.q_nope_token_stride,
+                             p.q_nope_head_stride));
   }
 }
 

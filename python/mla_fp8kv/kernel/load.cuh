@@ -16,6 +16,15 @@ MLA_DEVICE uint32_t divide(uint32_t n, const Divisor& d) {
   return (ptx::mul_high(n, d.mul) + n) >> d.shift;
 }
 
+// Element of Q or out, [tokens, heads, dims], at which packed row `row` of a request begins.
+MLA_DEVICE int64_t row_offset(const Params& p, int32_t q_begin, uint32_t row, int64_t token_stride,
+                              int64_t head_stride) {
+  const uint32_t query = divide(row, p.heads);
+  const int64_t token = q_begin + query;
+  const int64_t head = row - query * p.heads.value;
+  return token * token_stride + head * head_stride;
+}
+
 // 16-byte chunk `chunk` of row `row` inside a slot (see the note on shared memory in traits.cuh).
 template <class T>
 MLA_DEVICE uint32_t chunk_offset(int row, int chunk) {
