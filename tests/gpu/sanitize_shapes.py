@@ -89,7 +89,12 @@ def required(kernels: set[variants.Kernel], tiles: list[variants.Tile]) -> set:
     return {one for one in kernels - unusable if one.kind != "merge"} | merges | special
 
 
-def run_module(module: str, say=print) -> bool:
+def say_now(text: str) -> None:
+    """Print at once: a tool may take minutes for a shape."""
+    print(text, flush=True)
+
+
+def run_module(module: str, say=say_now) -> bool:
     """Run all shapes of a module with every tile; whether all went well."""
     kv, kpe, selection = MODULES[module]
     os.environ.update(selection | ONE_CTA)
@@ -118,6 +123,7 @@ def run_module(module: str, say=print) -> bool:
             good &= not problems
         for variable in tile.variables():
             del os.environ[variable]
+        say(f"{module}: {name}: done")
     for variable in selection | ONE_CTA:
         del os.environ[variable]
     missing = required(kernels, variants.usable_tiles()) - reached
