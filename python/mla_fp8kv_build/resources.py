@@ -24,7 +24,7 @@ from mla_fp8kv_build.toolchain import Nvrtc, Toolkit
 _KERNEL = PACKAGE / "kernel"
 _SOURCE = _KERNEL / "binding" / "mla_fp8kv_run.cu"
 # The most rows of which a tile must fit under a limit of shared memory, in bytes a block.
-_ROWS_THAT_FIT = {101_376: 32, 166_912: 32, 232_448: 64}
+_ROWS_THAT_FIT = {101_376: 32, 166_912: 64, 232_448: 64}
 
 
 @dataclass(frozen=True)

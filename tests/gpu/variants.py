@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     def usable(self) -> bool:
         """Whether this GPU has it, in modules that convert as MLA_FP8KV_DEQUANT says."""
         gpu = torch.cuda.get_device_properties(0)
-        fits = self.rows < 64 or gpu.shared_memory_per_block_optin >= 210_000
+        fits = self.rows < 64 or gpu.shared_memory_per_block_optin >= 160_000
         # A module that places bits shows what GPUs without wgmma do.
         places_bits = os.environ.get("MLA_FP8KV_DEQUANT") == "bits"
         return fits and not (self.wgmma and (gpu.major != 9 or places_bits))

@@ -265,6 +265,10 @@ inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   }
   return result;
 }
+MLA_DEVICE uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+  return (mask & a) | (~mask & b);
+}
+MLA_DEVICE uint32_t as_written(uint32_t v) { return v; }
 MLA_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }

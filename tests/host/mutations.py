@@ -65,14 +65,14 @@ MUTATIONS = [
     Mutation(
         "placed bits: sign of the odd bytes lost",
         "dequant.cuh",
-        "p13 = ((word >> 1) & 0x3f803f80u) | (word & 0x80008000u);",
-        "p13 = ((word >> 1) & 0x3f803f80u);",
+        "p13 = ptx::select_bits(kMagnitudes, word >> 1, signs);",
+        "p13 = ptx::select_bits(kMagnitudes, word >> 1, 0);",
         PLACED,
     ),
     Mutation(
         "e5m2: even bytes not shifted",
         "dequant.cuh",
-        "p02 = (word << 8) & 0xff00ff00u;",
+        "p02 = ptx::byte_permute(word, 0, 0x2404);",
         "p02 = word & 0xff00ff00u;",
         [VARIANT.format("Rows8", "e5m2")],
     ),
@@ -107,15 +107,15 @@ MUTATIONS = [
     Mutation(
         "output: dims of a lane not interleaved",
         "attend.cuh",
-        "head * p_.out_head_stride + warp_ * T::kWarpDims + 2 * g_;",
-        "head * p_.out_head_stride + warp_ * T::kWarpDims + 2 * (g_ ^ 1);",
+        "p_.out + warp_ * T::kWarpDims + 2 * g_ +",
+        "p_.out + warp_ * T::kWarpDims + 2 * (g_ ^ 1) +",
         E4M3,
     ),
     Mutation(
         "output: warps' dims in the wrong order",
         "attend.cuh",
-        "head * p_.out_head_stride + warp_ * T::kWarpDims + 2 * g_;",
-        "head * p_.out_head_stride + (warp_ ^ 1) * T::kWarpDims + 2 * g_;",
+        "p_.out + warp_ * T::kWarpDims + 2 * g_ +",
+        "p_.out + (warp_ ^ 1) * T::kWarpDims + 2 * g_ +",
         E4M3,
     ),
     Mutation(
@@ -279,8 +279,8 @@ MUTATIONS = [
     Mutation(
         "placed bits: negative NaN overlooked",
         "dequant.cuh",
-        "seen |= (word & 0x7f7f7f7fu) + 0x01010101u;",
-        "seen |= ((word & 0x7f7f7f7fu) + 0x01010101u) & ~word;",
+        "seen |= word - signs + 0x01010101u;",
+        "seen |= (word - signs + 0x01010101u) & ~word;",
         ["test_nan_codes_in_referenced_slots[Rows8-e4m3 placed]"],
     ),
     # ---- loads
@@ -337,22 +337,29 @@ MUTATIONS = [
     Mutation(
         "wait for the page indices and the next shared tile dropped",
         "kernel.cuh",
-        "ptx::cp_async_wait<1>(); ptx::sync_block();",
+        "ptx::cp_async_wait<kInFlight>(); ptx::sync_block();",
         "ptx::sync_block();",
         SHARED_LOADS,
     ),
     Mutation(
+        "two slots of shared loads: the next tile not waited for",
+        "kernel.cuh",
+        "T::kOwnLoads || T::kSlots > 2 ? 1 : 0;",
+        "1;",
+        TWO_BLOCKS,
+    ),
+    Mutation(
         "wait for the page indices one group short",
         "kernel.cuh",
-        "ptx::cp_async_wait<1>(); ptx::sync_block();",
-        "ptx::cp_async_wait<2>(); ptx::sync_block();",
+        "ptx::cp_async_wait<kInFlight>(); ptx::sync_block();",
+        "ptx::cp_async_wait<kInFlight + 1>(); ptx::sync_block();",
         E4M3,
     ),
     Mutation(
         "barrier before a tile is overwritten dropped",
         "kernel.cuh",
-        "ptx::cp_async_wait<1>(); ptx::sync_block();",
-        "ptx::cp_async_wait<1>();",
+        "ptx::cp_async_wait<kInFlight>(); ptx::sync_block();",
+        "ptx::cp_async_wait<kInFlight>();",
         E4M3,
     ),
     Mutation(

@@ -147,7 +147,11 @@ class Attend {
             word, tile + ((pair & 1) ? odd_ : even_) + (pair >> 1) * 64 + b * 16 * T::kKvRowBytes);
         if constexpr (Widen<F, D>::kHidesNan) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) nan[b][i & 1].look(word[i]);
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t signs = word[i] & kSigns;
+            // Where registers allow it, one instruction for these and for the conversion's.
+            nan[b][i & 1].look(word[i], T::kRowTiles <= 2 ? ptx::as_written(signs) : signs);
+          }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -779,9 +783,9 @@ class Attend {
 
   // ---- results
   MLA_DEVICE void store_out(const WorkItem& item, int row, int n, int c, float scale) const {
-    uint16_t* out = p_.out + warp_ * T::kWarpDims + 2 * g_ +
-                    row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride,
-                               p_.out_head_stride);
+    uint16_t* out =
+        p_.out + warp_ * T::kWarpDims + 2 * g_ +
+        row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride, p_.out_head_stride);
 #pragma unroll
     for (int d = 0; d < T::kDimBlocks; ++d) {
       const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;

@@ -19,6 +19,8 @@ enum class Format { kE4M3, kE5M2 };
 // value x 2^-8.
 enum class Dequant { kConvert, kPlaceBits };
 
+constexpr uint32_t kSigns = 0x80808080u;  // of four bytes
+
 template <Format F, Dequant D>
 struct Widen {
   // Pairs of K bytes: neighbours (0,1)(2,3), or alternate (0,2)(1,3) where that saves a permute.
@@ -28,14 +30,18 @@ struct Widen {
   // Bit placement turns e4m3's NaN (0x7f, 0xff) into +-480; someone has to look.
   static constexpr bool kHidesNan = F == Format::kE4M3 && D == Dequant::kPlaceBits;
 
+  // Where bit placement puts all but the sign of e4m3, in two FP16.
+  static constexpr uint32_t kMagnitudes = 0x3f803f80u;
+
   // Bytes (0,2) and (1,3) of the word, each pair as two FP16.
   static MLA_DEVICE void alternate(uint32_t word, uint32_t& p02, uint32_t& p13) {
     if constexpr (F == Format::kE5M2) {
-      p02 = (word << 8) & 0xff00ff00u;
+      p02 = ptx::byte_permute(word, 0, 0x2404);
       p13 = word & 0xff00ff00u;
     } else if constexpr (D == Dequant::kPlaceBits) {
-      p02 = ((word << 7) & 0x3f803f80u) | ((word << 8) & 0x80008000u);
-      p13 = ((word >> 1) & 0x3f803f80u) | (word & 0x80008000u);
+      const uint32_t signs = ptx::as_written(word & kSigns);
+      p02 = ptx::select_bits(kMagnitudes, word << 7, signs << 8);
+      p13 = ptx::select_bits(kMagnitudes, word >> 1, signs);
     } else {
       neighbours(ptx::byte_permute(word, 0, 0x3120), p02, p13);
     }
@@ -67,8 +73,8 @@ struct Widen {
 // Finds NaN codes among words of e4m3 bytes: a byte is NaN if its low seven bits are all ones.
 struct NanFinder {
   uint32_t seen = 0;
-  MLA_DEVICE void look(uint32_t word) { seen |= (word & 0x7f7f7f7fu) + 0x01010101u; }
-  MLA_DEVICE bool found() const { return (seen & 0x80808080u) != 0; }
+  MLA_DEVICE void look(uint32_t word, uint32_t signs) { seen |= word - signs + 0x01010101u; }
+  MLA_DEVICE bool found() const { return (seen & kSigns) != 0; }
 };
 
 }  // namespace mla_fp8kv

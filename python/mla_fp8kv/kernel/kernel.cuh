@@ -88,9 +88,13 @@ MLA_DEVICE void attend_items(const Params& p) {
   Attend<T, F, kDequant<PlaceBits>> attend(p, shared);
   Loader<T> loader(p, item, more, more_end, shared);
   constexpr int kGroups = Loader<T>::kTileGroups;
+  // Groups that need not have landed when a tile is refilled. The page indices must have, and where
+  // warps share loads the next tile, before the barrier that lets others read it: of two slots that
+  // is the last one asked for.
+  constexpr int kInFlight = T::kOwnLoads || T::kSlots > 2 ? 1 : 0;
   // The loads of Q fit between the page indices and the rows of KV that wait for them; but indices
-  // and Q do not both fit the registers beside wgmma's.
-  constexpr bool kFillFirst = T::kWgmma;
+  // and Q do not both fit the registers beside wgmma's or the scores of two token blocks.
+  constexpr bool kFillFirst = T::kWgmma || T::kQkBlocks > 1;
   if constexpr (kFillFirst) loader.fill();
   bool first_item = true;
   int slot = 0;
@@ -125,9 +129,7 @@ MLA_DEVICE void attend_items(const Params& p) {
         attend.output(slot, 0);
       }
       if (position + T::kTokens < item.kv_end || more != more_end) {
-        // The page indices for refill(); where warps share loads, the next tile, before the barrier
-        // that lets others read it.
-        ptx::cp_async_wait<1>();
+        ptx::cp_async_wait<kInFlight>();
         ptx::sync_block();  // everyone is done with this tile
         loader.refill(slot);
       }

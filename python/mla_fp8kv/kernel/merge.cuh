@@ -79,8 +79,8 @@ MLA_DEVICE MergeItem load_merge_item(const MergeItem* item) {
 
 // Where row `row` of the item goes.
 MLA_DEVICE uint16_t* merged_out(const Params& p, const MergeItem& item, int row) {
-  return p.out + row_offset(p, item.q_begin, item.row_begin + row, p.out_token_stride,
-                            p.out_head_stride);
+  return p.out +
+         row_offset(p, item.q_begin, item.row_begin + row, p.out_token_stride, p.out_head_stride);
 }
 MLA_DEVICE float merged_scale(const Params& p, float sum) {
   return sum == 0.f ? 0.f : ptx::divide(p.out_scale, sum);

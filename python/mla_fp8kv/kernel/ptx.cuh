@@ -303,6 +303,17 @@ MLA_DEVICE uint32_t as_bits(float v) { return __float_as_uint(v); }
 MLA_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
+// The bits of a where mask has ones, of b where it has zeros: one instruction.
+MLA_DEVICE uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+  return r;
+}
+// v, in a way that keeps the compiler from putting an equal expression in place of what follows.
+MLA_DEVICE uint32_t as_written(uint32_t v) {
+  asm("" : "+r"(v));
+  return v;
+}
 MLA_DEVICE uint32_t mul_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 MLA_DEVICE float max(float a, float b) { return fmaxf(a, b); }  // the other one if one is NaN
 MLA_DEVICE float fma(float a, float b, float c) { return fmaf(a, b, c); }

@@ -102,8 +102,9 @@ struct Tile {
   static_assert(kQkRowTiles == 1 ? kRowTiles == 1 : kQkRowTiles % 2 == 0,
                 "Q fragments of two row tiles are fetched at once");
   static_assert(kWarpTokens % 8 == 0, "a warp loads groups of 8 KV rows");
-  // One tile in use, one in flight; a third where a tile must have landed a barrier before its use.
-  static_assert(Slots == (kOwnLoads ? 2 : 3),
+  // One tile in use, one in flight; a third, if there is room, where a tile must have landed a
+  // barrier before its use.
+  static_assert(Slots == 2 || (Slots == 3 && !kOwnLoads),
                 "the ring holds two tiles, or three if warps share loads");
   static_assert(!Overlapped || !kOwnLoads, "overlapped tiles need the third slot");
   static_assert(Warps % kRowTiles == 0 && kQkSteps % kWarpsPerRowTile == 0 &&
@@ -122,17 +123,17 @@ struct WgmmaTile : Tile<Rows, Warps, 64, Slots, 1, CtasPerSm, KpeDim, false, Ove
   static_assert(WgmmaTile::kDimBlocks % 4 == 0, "four blocks of dims are one group of products");
 };
 
-// The shipped tiles, fewest rows first. 64 rows need the 227 KB of SM90 and SM100; the others fit
-// every GPU, 99 KB parts included. SM90 takes the wgmma tiles instead of those of as many rows
-// (measured there: up to 16 rows they are no faster). With group scales, sums of one group and of
-// all groups do not both fit the registers beside 32 or 64 rows of output: there, CTAs of 16 rows
-// share the items (see attention_kernel).
+// The shipped tiles, fewest rows first. 64 rows need the 163 KB of SM80 (a third slot, which SM90
+// and SM100 could hold, gains nothing); the others fit every GPU, 99 KB parts included. SM90 takes
+// the wgmma tiles instead of those of as many rows (measured there: up to 16 rows they are no
+// faster). With group scales, sums of one group and of all groups do not both fit the registers
+// beside 32 or 64 rows of output: there, CTAs of 16 rows share the items (see attention_kernel).
 template <int KpeDim>
 struct Tiles {
   using Rows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim>;
   using Rows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim>;
   using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim>;
-  using Rows64 = Tile<64, 8, 64, 3, 2, 1, KpeDim>;
+  using Rows64 = Tile<64, 8, 64, 2, 2, 1, KpeDim>;
   using WgmmaRows32 = WgmmaTile<32, 4, 2, 2, KpeDim, false>;
   using WgmmaRows64 = WgmmaTile<64, 8, 3, 1, KpeDim, true>;
   using ScaledRows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim, true>;
@@ -142,12 +143,14 @@ struct Tiles {
 constexpr int kNumTiles = 6;
 constexpr int kSharedPerSmSm90 = 233472;
 constexpr int kSmallestSharedLimit = 101376;  // per block, opt-in: SM86, SM89, SM120, SM121
-constexpr int kReservedSharedPerCta = 1024;   // by CUDA
+constexpr int kSharedLimitSm80 = 166912;
+constexpr int kReservedSharedPerCta = 1024;  // by CUDA
 static_assert(2 * (Tiles<64>::WgmmaRows32::kSharedBytes + kReservedSharedPerCta) <=
                   kSharedPerSmSm90,
               "two CTAs an SM, to the byte");
 static_assert(Tiles<64>::ScaledRows8::kSharedBytes <= kSmallestSharedLimit, "8 rows must fit");
 static_assert(Tiles<64>::ScaledRows16::kSharedBytes <= kSmallestSharedLimit, "16 rows must fit");
 static_assert(Tiles<64>::Rows32::kSharedBytes <= kSmallestSharedLimit, "32 rows must fit");
+static_assert(Tiles<64>::Rows64::kSharedBytes <= kSharedLimitSm80, "64 rows must fit SM80");
 
 }  // namespace mla_fp8kv

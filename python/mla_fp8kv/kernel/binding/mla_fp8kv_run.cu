@@ -14,6 +14,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <string>
@@ -87,8 +88,17 @@ template <class T, int PlanRows = T::kRows>
 void launch_tile(const Params& params, const Launch& how) {
   static_assert(PlanRows % T::kRows == 0, "parts of an item have equal rows");
   constexpr auto kernel = attention_of<T>();
-  allow_shared<kernel>(how.device, T::kSharedBytes);
-  launch(kernel, dim3(how.grid, PlanRows / T::kRows), T::kThreads, T::kSharedBytes, params, how);
+  constexpr int kParts = PlanRows / T::kRows;
+  int shared = T::kSharedBytes;
+  // MLA_FP8KV_CTAS_PER_SM wants fewer than fit, to be like a smaller GPU: shared memory that nobody
+  // uses keeps others out, for two on one SM would leave another SM idle.
+  const int ctas_per_sm = how.grid * kParts / how.facts.num_sms;
+  if (ctas_per_sm < T::kCtasPerSm) {
+    const int alone = how.facts.shared_per_sm / (ctas_per_sm + 1);
+    shared = std::max(shared, std::min(alone, how.facts.shared_per_block));
+  }
+  allow_shared<kernel>(how.device, how.facts.shared_per_block);
+  launch(kernel, dim3(how.grid, kParts), T::kThreads, shared, params, how);
   if (how.merge) {
     launch(merge_kernel<PlanRows, T::kGroupScales>,
            dim3(merge_ctas_per_sm(PlanRows) * how.facts.num_sms), kMergeThreads, kMergeSharedBytes,
