@@ -243,8 +243,9 @@ def verdicts(result: dict) -> list[str]:
                 judge(f"{name} against loads only", r["us"] / r["loads_only_us"], 1.08, "x")
         elif native is not None and variant == "smem100k-1cta" and few:
             judge(f"{name} with the 100 KB tiles, one CTA an SM", r["us"] / native["us"], 1.35, "x")
-        elif native is not None and variant == "bits":
-            judge(f"{name} with bit placement", r["us"] / native["us"], 1.2, "x")
+        elif variant == "bits" and (name, "mma") in found:  # the same tiles, which convert
+            us = found[name, "mma"]["us"]
+            judge(f"{name} with bit placement", r["us"] / us, 1.2, "x")
     return lines
 
 

@@ -125,9 +125,9 @@ VARIANTS = (
     _other_gpu("smem100k", _LIMIT_100K, "the tiles of SM86/89/120/121, as many CTAs as fit here"),
     _other_gpu("smem100k-1cta", _LIMIT_100K | _ONE_CTA, "the same, one CTA an SM as there"),
     _other_gpu("smem163k", _LIMIT_A100, "the tiles of SM80, as many CTAs as fit here"),
-    _other_gpu("bits", _BITS, "bit placement, as on SM80/86, instead of the conversion"),
-    _other_gpu("like-sm86", _LIMIT_100K | _ONE_CTA | _BITS, "both limits of SM86 at once"),
-    _other_gpu("like-sm80", _LIMIT_A100 | _BITS, "the same with bit placement, as there"),
+    _other_gpu("bits", _BITS, "mma with bit placement, as on SM80/86, instead of the conversion"),
+    _other_gpu("like-sm86", _LIMIT_100K | _ONE_CTA | _BITS, "the limits of SM86 at once"),
+    _other_gpu("like-sm80", _LIMIT_A100 | _ONE_CTA | _BITS, "the limits of SM80 at once"),
 )
 
 
@@ -195,11 +195,14 @@ ROWS = (
     _serving(16, (4096,) * 16, page_size=64),
     _serving(12, (8192,) * 32),
     _serving(20, (8192,) * 32),
-    _serving(32, (8192,) * 32),
-    # Verification of four draft tokens, of a few and of more requests.
+    # 32 rows, plain and as verification of four draft tokens of a few or more requests, on all GPUs.
     *(
-        _serving(heads, (4096,) * batch, qo_len=4, causal=True)
-        for heads, batch in ((8, 16), (16, 4))
+        replace(row, group="core")
+        for row in (
+            _serving(32, (8192,) * 32),
+            _serving(8, (4096,) * 16, qo_len=4, causal=True),
+            _serving(16, (4096,) * 4, qo_len=4, causal=True),
+        )
     ),
     _serving(16, (131_072,)),
     _serving(8, (8192,) * 32, group_scales=True),

@@ -124,7 +124,8 @@ def test_verdicts_say_what_is_missed_and_by_how_much(make_row, make_result):
     result = make_result(
         make_row(us=42.0, loads_only_us=40.0),
         make_row(variant="smem100k-1cta", us=63.0),
-        make_row(variant="bits", us=49.0),
+        make_row(variant="mma", us=41.0),
+        make_row(variant="bits", us=48.0),
     )
     lines = results.verdicts(result)
     assert lines == [
