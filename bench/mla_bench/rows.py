@@ -195,7 +195,7 @@ ROWS = (
     _serving(16, (4096,) * 16, page_size=64),
     _serving(12, (8192,) * 32),
     _serving(20, (8192,) * 32),
-    # 32 rows, plain and as verification of four draft tokens of a few or more requests, on all GPUs.
+    # 32 rows, plain and as verification of four draft tokens of a few or more requests.
     *(
         replace(row, group="core")
         for row in (

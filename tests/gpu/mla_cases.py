@@ -313,8 +313,13 @@ def compare(case: Case, got, got_lse, want, want_lse) -> list[str]:
         require(relative <= 0.55 * u + h, f"relative error {relative:.2e} over all rows")
         row = float((diff.norm(dim=-1) / norm).max())
         require(row <= u + 2 * h, f"relative error {row:.2e} in one row")
-        # Rounding the element itself, then the noise of P, a part of the row's own magnitude.
-        allowed = u * wanted.abs() + 8 * h * norm[..., None] / math.sqrt(CKV)
+        # Rounding the element itself, then the noise of P, a part of the row's own magnitude; with
+        # group scales, where P is rounded once more, of that of the group of dims if it is larger.
+        size = norm[..., None] / math.sqrt(CKV)
+        if case.group_scales:
+            groups = wanted.unflatten(-1, (-1, 128)).norm(dim=-1) * math.sqrt(2 / 128)
+            size = size.maximum(groups.repeat_interleave(128, -1))
+        allowed = u * wanted.abs() + 8 * h * size
         worst = float((diff.abs() / allowed).max())
         require(worst <= 1, f"an element is {worst:.2f} of the absolute bound off")
         cosine = 1 - (got * wanted).sum(-1) / (got.norm(dim=-1) * norm)

@@ -65,12 +65,24 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("q", ["bf16", "fp16"])
-def test_wrong_results_fail(name, q):
+@pytest.mark.parametrize("group_scales", [False, True])
+def test_wrong_results_fail(name, q, group_scales):
     torch.manual_seed(0)
-    case = replace(CASE, q=q)
+    case = replace(CASE, q=q, group_scales=group_scales)
     want, want_lse = mla_cases.reference(mla_cases.make_inputs(case))
     got, lse = rounded(want, want_lse, mla_cases.Q16[q])
     assert compare(case, WRONG[name](got.clone()).to(got.dtype), lse, want, want_lse)
+
+
+@pytest.mark.parametrize(("roundings", "passes"), [(10, True), (20, False)])
+def test_noise_of_a_large_group_of_dims_is_its_own(roundings, passes):
+    """Beside which that of the other groups, and so the row's, is small."""
+    case = replace(CASE, q="fp16", group_scales=True, lse=None)
+    want, want_lse = mla_cases.reference(mla_cases.make_inputs(case))
+    want[..., 128:256] *= 8
+    got = want.to(torch.float16)
+    got[1, 1, 200] += roundings * 2**-11 * want[1, 1, 128:256].square().mean().sqrt()
+    assert (compare(case, got, None, want, want_lse) == []) == passes
 
 
 @pytest.mark.parametrize("what", ["values moved by one token", "last token dropped"])
