@@ -149,7 +149,7 @@ class Attend {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const uint32_t signs = word[i] & kSigns;
-            // Where registers allow it, one instruction for these and for the conversion's.
+            // Shared with the conversion; but kept that long, they spill beside more rows.
             nan[b][i & 1].look(word[i], T::kRowTiles <= 2 ? ptx::as_written(signs) : signs);
           }
         }
