@@ -228,7 +228,8 @@ def _variant(name: str, tile: str) -> str:
         return f"{kernel[1]} {rows:2} rows, {arguments[2]} slots, wgmma"
     scaled = arguments[7 if tile else -1] == "true"
     slots = f", {arguments[3]} slots" if tile else ""
-    return f"{kernel[1]} {rows:2} rows{slots}{', group scales' if scaled else ''}"
+    wide = ", wide" if tile and (rows, arguments[1]) == (32, "8") else ""
+    return f"{kernel[1]} {rows:2} rows{slots}{wide}{', group scales' if scaled else ''}"
 
 
 def _demangle(symbols: list[str]) -> list[str]:

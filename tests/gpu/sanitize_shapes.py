@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 from dataclasses import fields, replace
+from unittest import mock
 
 import torch
 import variants
@@ -96,21 +97,21 @@ def say_now(text: str) -> None:
 
 def run_module(module: str, say=say_now) -> bool:
     """Run all shapes of a module with every tile; whether all went well."""
-    kv, kpe, selection = MODULES[module]
-    os.environ.update(selection | ONE_CTA)
+    selection = MODULES[module][2]
     wrapper = new_wrapper()
     kernels, reached, good = set(), set(), True
+    with mock.patch.dict(os.environ, selection):
+        tiles = variants.usable_tiles()
     for name, shape in SHAPES.items():
         case = case_of(shape, module)
         inputs = make_inputs(case, device="cpu")
         want = reference(inputs)
         moved = on_gpu(inputs)
-        plan(wrapper, moved)
-        kernels = kernels or shipped(module)
-        for tile in variants.usable_tiles():
-            os.environ.update(tile.variables())
-            plan(wrapper, moved)
-            got = [one.cpu() if one is not None else None for one in run_on_gpu(wrapper, moved)]
+        for tile in tiles:
+            with mock.patch.dict(os.environ, selection | ONE_CTA | tile.variables()):
+                plan(wrapper, moved)
+                kernels = kernels or shipped(module)
+                got = [one.cpu() if one is not None else None for one in run_on_gpu(wrapper, moved)]
             work = variants.work(wrapper)
             reached |= variants.launched(work, case.group_scales)
             for path in ("many", "further"):
@@ -121,12 +122,8 @@ def run_module(module: str, say=say_now) -> bool:
             for problem in problems:
                 say(f"{module}, {tile} rows, {name}: {problem}\n{case.line()}")
             good &= not problems
-        for variable in tile.variables():
-            del os.environ[variable]
         say(f"{module}: {name}: done")
-    for variable in selection | ONE_CTA:
-        del os.environ[variable]
-    missing = required(kernels, variants.usable_tiles()) - reached
+    missing = required(kernels, tiles) - reached
     if missing:
         say(f"{module}: not reached: {sorted(missing)}")
     say(f"{module}: {len(kernels)} kernels, reached {len(kernels & reached)}")

@@ -71,10 +71,12 @@ def test_kernels_are_found_in_a_library(tmp_path):
     wgmma = b"INS_9WgmmaTileILi%dELi8ELi3ELi1ELi64ELb%dEEELNS_6FormatE0ELb1EEEvNS_6ParamsE"
     plain = b"_ZN9mla_fp8kv16attention_kernel" + wgmma % (32, 0)
     overlapped = b"_ZN9mla_fp8kv27attention_overlapped_kernel" + wgmma % (64, 1)
-    names = [attention % (8, 0), attention % (16, 1), plain, overlapped, merge, stub]
+    wide = (attention % (32, 0)).replace(b"Li4ELi64", b"Li8ELi64")
+    names = [attention % (8, 0), attention % (16, 1), wide, plain, overlapped, merge, stub]
     library.write_bytes(b"\0".join(names))
     assert variants.shipped(library) == {
         Kernel("attention", 8, False),
+        Kernel("attention_wide", 32, False),
         Kernel("attention_wgmma", 32, False),
         Kernel("attention_wgmma", 64, False),
         Kernel("attention", 16, True),
@@ -99,6 +101,11 @@ def test_kernels_are_found_in_a_library(tmp_path):
             "mla_fp8kv::WgmmaTile<64, 8, 3, 1, 64, true>, "
             "(mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
             Kernel("attention_wgmma", 64, False),
+        ),
+        (
+            "void mla_fp8kv::attention_kernel<mla_fp8kv::Tile<(int)32, (int)8, (int)64, (int)3, "
+            "(int)1, (int)1, (int)64, (bool)0, (bool)0>, (mla_fp8kv::Format)0, (bool)1>",
+            Kernel("attention_wide", 32, False),
         ),
         ("void mla_fp8kv::merge_kernel<(int)32, (bool)0>(mla_fp8kv::Params)", ("merge", 32, False)),
     ],

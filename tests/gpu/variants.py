@@ -18,33 +18,56 @@ _SYMBOL = re.compile(rb"_ZN9mla_fp8kv\d+(\w+?)_kernelI(\w+?)EvNS_6ParamsE")
 
 
 class Tile(NamedTuple):
-    """A tile of the plan's choice; its products are wgmma's or mma.sync's."""
+    """A tile of the plan's choice; its products are wgmma's or mma.sync's, its warps four or eight.
+
+    form: "" of each number of rows the one for all GPUs, "wgmma", or "wide": eight warps instead of
+    four.
+    """
 
     rows: int
-    wgmma: bool = False
+    form: str = ""
+
+    @property
+    def wgmma(self) -> bool:
+        return self.form == "wgmma"
 
     def __str__(self):
-        return f"{self.rows}{' wgmma' if self.wgmma else ''}"
+        return f"{self.rows} {self.form}".strip()
 
     def usable(self) -> bool:
         """Whether this GPU has it, in modules that convert as MLA_FP8KV_DEQUANT says."""
         gpu = torch.cuda.get_device_properties(0)
-        fits = self.rows < 64 or gpu.shared_memory_per_block_optin >= 160_000
+        large = self.rows == 64 or self.form == "wide"
+        fits = not large or gpu.shared_memory_per_block_optin >= 160_000
         # A module that places bits shows what GPUs without wgmma do.
         places_bits = os.environ.get("MLA_FP8KV_DEQUANT") == "bits"
         return fits and not (self.wgmma and (gpu.major != 9 or places_bits))
 
     def variables(self) -> dict[str, str]:
         """What makes plan() take it, as environment variables."""
-        return {"MLA_FP8KV_TILE_ROWS": str(self.rows), "MLA_FP8KV_WGMMA": str(int(self.wgmma))}
+        chosen = {"MLA_FP8KV_TILE_ROWS": str(self.rows), "MLA_FP8KV_WGMMA": str(int(self.wgmma))}
+        # With one CTA an SM the wide one has more warps there, unless it does not fit.
+        if self == Tile(32):
+            chosen["MLA_FP8KV_SMEM_LIMIT"] = "101376"
+        if self.form == "wide":
+            chosen["MLA_FP8KV_CTAS_PER_SM"] = "1"
+        return chosen
 
 
 # By the index that plan_info has (binding/variants.h).
-TILES = (Tile(8), Tile(16), Tile(32), Tile(64), Tile(32, True), Tile(64, True))
+TILES = (
+    Tile(8),
+    Tile(16),
+    Tile(32),
+    Tile(64),
+    Tile(32, "wgmma"),
+    Tile(64, "wgmma"),
+    Tile(32, "wide"),
+)
 
 
 class Kernel(NamedTuple):
-    kind: str  # "attention", "attention_wgmma" or "merge"
+    kind: str  # "attention", "attention_wgmma", "attention_wide" or "merge"
     rows: int
     scaled: bool
 
@@ -62,10 +85,9 @@ def shipped(library: Path) -> set[Kernel]:
     """Every kernel of ours in a compiled module."""
     found = {}
     for kind, arguments in _SYMBOL.findall(library.read_bytes()):
-        rows = int(re.search(rb"Li(\d+)E", arguments)[1])
-        wgmma = b"WgmmaTile" in arguments
-        scaled = re.search(rb"Lb([01])E", arguments)[1] == b"1" and not wgmma
-        kernel = Kernel("attention_wgmma" if wgmma else kind.decode(), rows, scaled)
+        numbers = [int(n) for n in re.findall(rb"Li(\d+)E", arguments)]
+        first = re.search(rb"Lb([01])E", arguments)[1] == b"1"
+        kernel = _kernel(kind.decode(), numbers, first, b"WgmmaTile" in arguments)
         if found.setdefault(kernel, arguments) != arguments:
             raise ValueError(f"{library.name} has two kernels {kernel}: tell them apart here.")
     return set(found)
@@ -75,10 +97,17 @@ def in_profile(name: str) -> Kernel:
     """The kernel of a name as a profiler prints it."""
     kind, arguments = re.search(r"(\w+)_kernel<(.*)>", name).groups()
     arguments = arguments.replace("mla_fp8kv", "").replace("(bool)1", "true")
-    rows = int(re.search(r"\d+", arguments)[0])
-    scaled = re.search(r"true|false|\(bool\)0", arguments)[0] == "true"
-    wgmma = "WgmmaTile" in arguments
-    return Kernel("attention_wgmma" if wgmma else kind, rows, scaled and not wgmma)
+    numbers = [int(n) for n in re.findall(r"\b\d+\b", arguments.replace("(int)", ""))]
+    first = re.search(r"true|false|\(bool\)0", arguments)[0] == "true"
+    return _kernel(kind, numbers, first, "WgmmaTile" in arguments)
+
+
+def _kernel(kind: str, numbers: list[int], first: bool, wgmma: bool) -> Kernel:
+    """Of a kernel's template arguments: its numbers, rows and warps first, and its first bool."""
+    if kind != "merge":
+        wide = numbers[:2] == [32, 8] and not wgmma
+        kind = "attention" + "_wgmma" * wgmma + "_wide" * wide
+    return Kernel(kind, numbers[0], first and not wgmma)
 
 
 def work(wrapper) -> Work:
@@ -93,7 +122,7 @@ def attention(tile: Tile, scaled: bool) -> Kernel:
     """The kernel that attends a tile of the plan."""
     if scaled:
         return Kernel("attention", min(tile.rows, SCALED_ROWS), True)
-    return Kernel("attention_wgmma" if tile.wgmma else "attention", tile.rows, False)
+    return Kernel(f"attention_{tile.form}".rstrip("_"), tile.rows, False)
 
 
 def launched(plan: Work, scaled: bool) -> set[Kernel]:

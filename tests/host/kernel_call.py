@@ -26,7 +26,7 @@ class Tile:
 
 def _read_tiles() -> dict[str, Tile]:
     text = (KERNEL / "traits.cuh").read_text()
-    found = re.findall(r"using (Rows\w+) = Tile<(\d+), \d+, (\d+),", text)
+    found = re.findall(r"using ((?:Wide)?Rows\w+) = Tile<(\d+), \d+, (\d+),", text)
     wgmma = re.search(r"struct WgmmaTile : Tile<Rows, Warps, (\d+),", text)
     found += [
         (name, rows, wgmma[1])

@@ -124,23 +124,25 @@ struct WgmmaTile : Tile<Rows, Warps, 64, Slots, 1, CtasPerSm, KpeDim, false, Ove
 };
 
 // The shipped tiles, fewest rows first. 64 rows need the 163 KB of SM80 (a third slot, which SM90
-// and SM100 could hold, gains nothing); the others fit every GPU, 99 KB parts included. SM90 takes
-// the wgmma tiles instead of those of as many rows (measured there: up to 16 rows they are no
-// faster). With group scales, sums of one group and of all groups do not both fit the registers
-// beside 32 or 64 rows of output: there, CTAs of 16 rows share the items (see attention_kernel).
+// and SM100 could hold, gains nothing), and so does the wide form of 32 rows, for where two CTAs of
+// the other do not fit an SM; the others fit every GPU, 99 KB parts included. SM90 takes the wgmma
+// tiles instead of those of as many rows (measured there: up to 16 rows they are no faster). With
+// group scales, sums of one group and of all groups do not both fit the registers beside 32 or 64
+// rows of output: there, CTAs of 16 rows share the items (see attention_kernel).
 template <int KpeDim>
 struct Tiles {
   using Rows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim>;
   using Rows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim>;
   using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim>;
   using Rows64 = Tile<64, 8, 64, 2, 2, 1, KpeDim>;
+  using WideRows32 = Tile<32, 8, 64, 3, 1, 1, KpeDim>;
   using WgmmaRows32 = WgmmaTile<32, 4, 2, 2, KpeDim, false>;
   using WgmmaRows64 = WgmmaTile<64, 8, 3, 1, KpeDim, true>;
   using ScaledRows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim, true>;
   using ScaledRows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim, true>;
 };
 
-constexpr int kNumTiles = 6;
+constexpr int kNumTiles = 7;
 constexpr int kSharedPerSmSm90 = 233472;
 constexpr int kSmallestSharedLimit = 101376;  // per block, opt-in: SM86, SM89, SM120, SM121
 constexpr int kSharedLimitSm80 = 166912;
@@ -152,5 +154,6 @@ static_assert(Tiles<64>::ScaledRows8::kSharedBytes <= kSmallestSharedLimit, "8 r
 static_assert(Tiles<64>::ScaledRows16::kSharedBytes <= kSmallestSharedLimit, "16 rows must fit");
 static_assert(Tiles<64>::Rows32::kSharedBytes <= kSmallestSharedLimit, "32 rows must fit");
 static_assert(Tiles<64>::Rows64::kSharedBytes <= kSharedLimitSm80, "64 rows must fit SM80");
+static_assert(Tiles<64>::WideRows32::kSharedBytes <= kSharedLimitSm80, "32 wide rows must, too");
 
 }  // namespace mla_fp8kv

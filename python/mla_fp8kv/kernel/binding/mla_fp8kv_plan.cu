@@ -71,11 +71,21 @@ Tuple<Array<int64_t>, int64_t> plan(TensorView float_workspace, TensorView int_w
   int32_t variant[kNumTiles];
   int32_t num_tiles = 0;
   for (const int32_t rows : {8, 16, 32, 64}) {
-    const int32_t i = find_variant(kVariants, rows, wgmma);
-    const Variant& v = kVariants[i];
-    if (v.shared_bytes > limit) break;  // more rows need more
+    // Of those that fit, one with wgmma, or else the one with the most warps on an SM.
+    int32_t best = -1, best_warps = 0;
+    for (int32_t i = 0; i < kNumTiles; ++i) {
+      const Variant& v = kVariants[i];
+      if (v.rows != rows || v.shared_bytes > limit || (v.wgmma && !wgmma)) continue;
+      const int32_t warps = v.wgmma ? INT32_MAX : v.warps * ctas_per_sm(v);
+      if (warps > best_warps) {
+        best = i;
+        best_warps = warps;
+      }
+    }
+    if (best < 0) break;  // more rows need more
+    const Variant& v = kVariants[best];
     shapes[num_tiles] = make_tile_shape(v.rows, v.tokens, ctas_per_sm(v), v.wgmma);
-    variant[num_tiles++] = i;
+    variant[num_tiles++] = best;
   }
   if (num_tiles == 0) {
     TVM_FFI_THROW(ValueError) << "FP8 MLA needs " << kVariants[0].shared_bytes

@@ -133,6 +133,9 @@ void launch_variant(int64_t tile, const Params& params, const Launch& how) {
                       : launch_tile<T::WgmmaRows64>(params, how);
       }
       break;
+    case 6:
+      return scaled ? launch_tile<T::ScaledRows16, 32>(params, how)
+                    : launch_tile<T::WideRows32>(params, how);
   }
   TVM_FFI_THROW(ValueError) << "plan_info must come from plan() of the same module.";
 }

@@ -17,9 +17,8 @@
 
 namespace mla_fp8kv {
 
-// Sorted by rows, the wgmma forms last.
 struct Variant {
-  int32_t rows, tokens, ctas_per_sm;
+  int32_t rows, tokens, warps, ctas_per_sm;
   int32_t
       shared_bytes;  // the larger of the forms with and without group scales: a plan serves both
   bool wgmma;        // SM90 only
@@ -27,8 +26,12 @@ struct Variant {
 
 template <class Plain, class Scaled>
 constexpr Variant variant_of() {
-  return {Plain::kRows, Plain::kTokens, Plain::kCtasPerSm,
-          std::max(Plain::kSharedBytes, Scaled::kSharedBytes), Plain::kWgmma};
+  return {Plain::kRows,
+          Plain::kTokens,
+          Plain::kWarps,
+          Plain::kCtasPerSm,
+          std::max(Plain::kSharedBytes, Scaled::kSharedBytes),
+          Plain::kWgmma};
 }
 
 template <int KpeDim>
@@ -40,17 +43,9 @@ struct Variants {
       variant_of<typename T::Rows32, typename T::ScaledRows16>(),
       variant_of<typename T::Rows64, typename T::ScaledRows16>(),
       variant_of<typename T::WgmmaRows32, typename T::ScaledRows16>(),
-      variant_of<typename T::WgmmaRows64, typename T::ScaledRows16>()};
+      variant_of<typename T::WgmmaRows64, typename T::ScaledRows16>(),
+      variant_of<typename T::WideRows32, typename T::ScaledRows16>()};
 };
-
-// The variant of so many rows, with wgmma if that is allowed and there is one.
-inline int32_t find_variant(const Variant* variants, int32_t rows, bool wgmma) {
-  int32_t found = 0;
-  for (int32_t i = 0; i < kNumTiles; ++i) {
-    if (variants[i].rows == rows && (wgmma || !variants[i].wgmma)) found = i;
-  }
-  return found;
-}
 
 struct DeviceFacts {
   int32_t num_sms, compute_major, shared_per_block, shared_per_sm;
