@@ -27,11 +27,7 @@ class Tile:
 def _read_tiles() -> dict[str, Tile]:
     text = (KERNEL / "traits.cuh").read_text()
     found = re.findall(r"using ((?:Wide)?Rows\w+) = Tile<(\d+), \d+, (\d+),", text)
-    wgmma = re.search(r"struct WgmmaTile : Tile<Rows, Warps, (\d+),", text)
-    found += [
-        (name, rows, wgmma[1])
-        for name, rows in re.findall(r"using (Wgmma\w+) = WgmmaTile<(\d+),", text)
-    ]
+    found += re.findall(r"using (Wgmma\w+) = WgmmaTile<(\d+), \d+, (\d+),", text)
     return {
         name: Tile(int(rows), int(tokens), f"ScaledRows{min(int(rows), 16)}")
         for name, rows, tokens in found

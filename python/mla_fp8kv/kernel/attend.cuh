@@ -38,8 +38,8 @@ class Attend {
     token_group_ = warp_ % T::kTokenGroups;
     row_group_ = warp_ / T::kTokenGroups;
     const int row = lane_ & 15, chunk = lane_ >> 4;
-    even_ = chunk_offset<T>(row, chunk);
-    odd_ = chunk_offset<T>(row, chunk + 2);
+    even_ = ckv_offset<T>(row, chunk);
+    odd_ = ckv_offset<T>(row, chunk + 2);
   }
 
   // ---- Q
@@ -103,13 +103,12 @@ class Attend {
     }
     if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
+    zero(sum_);
+    if constexpr (!T::kWgmma) {
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n) {
-      if constexpr (!T::kWgmma) read_factor(n, factor_[n]);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        reference_[n][c] = kNoReference;
-        sum_[n][c] = 0.f;
+      for (int n = 0; n < T::kQkRowTiles; ++n) {
+        read_factor(n, factor_[n]);
+        reference_[n][0] = reference_[n][1] = kNoReference;
       }
     }
 #pragma unroll
@@ -201,23 +200,27 @@ class Attend {
     }
   }
 
-  // The same with wgmma. The tensor core works during `meanwhile()`.
-  template <class Meanwhile>
-  MLA_DEVICE void scores_wgmma(int slot, Meanwhile meanwhile) {
+  // The same with wgmma.
+  MLA_DEVICE void scores_wgmma(int slot) {
     static_assert(!Widen<F, D>::kHidesNan, "SM90 converts");
     zero(score_);
     constexpr int kGroups = T::kQkSteps / 4;  // of 64 dims
-    if constexpr (MLA_FP8KV_LOADS_ONLY) return meanwhile();
+    if constexpr (MLA_FP8KV_LOADS_ONLY) return;
     constexpr int kPeGroups = T::kKpeDim / 64;
     const auto dims = [](int i) { return i < kPeGroups ? kGroups - kPeGroups + i : i - kPeGroups; };
     const uint32_t tile = tile_address(slot) + token_group_ * 16 * T::kKvRowBytes;
-    const uint32_t q_16 =
-        ptx::not_hoisted((shared_ + T::kQOffset + row_group_ * T::kQkRowTiles * kCoreBytes) >> 4);
+    const uint32_t q_16 = ptx::not_hoisted((shared_ + T::kQOffset) >> 4);
     uint32_t word[2][4];  // each: rows g and g+8 of one k-step, rows g and g+8 of the next
     uint32_t k[2][4][4];  // four k-steps in use by the tensor core, four in the making
     const auto fetch = [&](int i) {
-      ptx::ldmatrix_x4(word[0], tile + even_ + dims(i) * 64);
-      ptx::ldmatrix_x4(word[1], tile + odd_ + dims(i) * 64);
+      if (T::kPInKpe && i < kPeGroups) {
+        const int row = token_group_ * 16 + (lane_ & 15), chunk = lane_ >> 4;
+        ptx::ldmatrix_x4(word[0], tile_address(slot) + kpe_offset<T>(row, chunk));
+        ptx::ldmatrix_x4(word[1], tile_address(slot) + kpe_offset<T>(row, chunk + 2));
+      } else {
+        ptx::ldmatrix_x4(word[0], tile + at_64_dims(even_, dims(i)));
+        ptx::ldmatrix_x4(word[1], tile + at_64_dims(odd_, dims(i)));
+      }
     };
     const auto widen = [&](uint32_t (&to)[4][4]) {
 #pragma unroll
@@ -241,7 +244,6 @@ class Attend {
                                             kCoreRow, kCoreBytes));
       }
       ptx::wgmma_commit();
-      if (i == 0) meanwhile();
       if (i + 1 == kPeGroups) {  // kpe has its own scale
         widen(k[(i + 1) & 1]);
         ptx::wgmma_wait<0>();
@@ -254,6 +256,7 @@ class Attend {
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_result(score_[0]);
+    if constexpr (T::kPInKpe) ptx::sync_warp();  // all have read their kpe
   }
 
   // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
@@ -281,36 +284,39 @@ class Attend {
     }
   }
 
-  // P of this warp's tokens and rows into buffer `buffer`. True if a score is too far above its
-  // reference.
-  MLA_DEVICE bool softmax(int buffer) {
-    bool exceeds = false;
-#pragma unroll
-    for (int b = 0; b < T::kQkBlocks; ++b)
-#pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n) exceeds |= softmax(buffer, b, n);
-    return exceeds;
+  // P of this warp's tokens and rows. True if a score is too far above its reference.
+  MLA_DEVICE bool softmax(int slot) {
+    return softmax(slot, [&](int n, float (&reference)[2]) { load_reference(n, reference); });
   }
-
-  // The same for one token block and row tile; block 0 comes first.
-  MLA_DEVICE bool softmax(int buffer, int b, int n) {
+  template <class References>
+  MLA_DEVICE bool softmax(int slot, References references) {
     bool exceeds = false;
-    float factor[2], p[4];
-    load_factor(n, factor);
-    if (b == 0) p_sum_[n][0] = p_sum_[n][1] = 0.f;
+    float sum[T::kQkRowTiles][2];
+    zero(sum);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float x = ptx::fma(score_[b][n][c], factor[c & 1], -reference_[n][c & 1]);
-      exceeds |= x > kSlack;
-      p[c] = ptx::exp2(x);
-      p_sum_[n][c & 1] += p[c];
+    for (int n = 0; n < T::kQkRowTiles; ++n) {
+      float factor[2], reference[2];
+      load_factor(n, factor);
+      references(n, reference);
+#pragma unroll
+      for (int b = 0; b < T::kQkBlocks; ++b) {
+        float p[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float x = ptx::fma(score_[b][n][c], factor[c & 1], -reference[c & 1]);
+          exceeds |= x > kSlack;
+          p[c] = ptx::exp2(x);
+          sum[n][c & 1] += p[c];
+        }
+        store_p(slot, b, n, p);
+      }
     }
-    store_p(buffer, b, n, p);
+    keep_sums(sum);
     return exceeds;
   }
 
   // Moves the references up to the rows' maxima, for all warps alike, and rewrites P.
-  MLA_DEVICE void raise_reference(int buffer) {
+  MLA_DEVICE void raise_reference(int slot) {
 #pragma unroll
     for (int n = 0; n < T::kQkRowTiles; ++n) {
       float factor[2];
@@ -331,15 +337,17 @@ class Attend {
       }
     }
     ptx::sync_block();
+    float all_raised[T::kWgmma ? T::kRowTiles : 1][2];
 #pragma unroll
     for (int n = 0; n < T::kRowTiles; ++n) {
-      float shrink[2], raised[2];
+      float (&raised)[2] = all_raised[T::kWgmma ? n : 0];
+      float shrink[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = 8 * n + 2 * t_ + c;
         float old, x[T::kTokenGroups];
         ptx::ld_shared(old, shared_ + T::kRowMaxOffset + 4 * row);
-        read_cells(tile_max_address(0, row), x);
+        read_cells(tile_max_address(0, row), x, kCellStride);
         raised[c] = old;
 #pragma unroll
         for (int k = 0; k < T::kTokenGroups; ++k) raised[c] = ptx::max(raised[c], x[k]);
@@ -349,43 +357,61 @@ class Attend {
       for (int d = 0; d < T::kDimBlocks; ++d)
 #pragma unroll
         for (int c = 0; c < 4; ++c) out_[d][n][c] *= shrink[c & 1];
+      if constexpr (T::kWgmma) {
+        if (n == sum_row_tile()) {
 #pragma unroll
-      for (int own = 0; own < T::kQkRowTiles; ++own) {
-        if (n == row_group_ * T::kQkRowTiles + own) {
+          for (int c = 0; c < 2; ++c) sum_[0][c] *= shrink[c];
+        }
+      } else {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            reference_[own][c] = raised[c];
-            sum_[own][c] *= shrink[c];
+        for (int own = 0; own < T::kQkRowTiles; ++own) {
+          if (n == row_group_ * T::kQkRowTiles + own) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              reference_[own][c] = raised[c];
+              sum_[own][c] *= shrink[c];
+            }
           }
         }
       }
     }
-    softmax(buffer);
+    const auto own = [&](int n, float (&reference)[2]) {
+      if constexpr (T::kWgmma) {
+        reference[0] = all_raised[n][0];
+        reference[1] = all_raised[n][1];
+      } else {
+        load_reference(n, reference);
+      }
+    };
+    softmax(slot, own);
     if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
     // Everyone has read the old references: write the new ones for the next time.
     if (token_group_ == 0 && g_ == 0) {
 #pragma unroll
-      for (int n = 0; n < T::kQkRowTiles; ++n)
+      for (int n = 0; n < T::kQkRowTiles; ++n) {
+        float reference[2];
+        own(n, reference);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * qk_row(n, c), reference_[n][c]);
+          ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * qk_row(n, c), reference[c]);
         }
+      }
     }
   }
 
   MLA_DEVICE void add_sums() {
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n)
+    for (int n = 0; n < kSumRowTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) sum_[n][c] += p_sum_[n][c];
   }
 
   // O^T += V^T P^T over the tile, for this warp's dims.
-  MLA_DEVICE void output(int slot, int buffer) {
+  MLA_DEVICE void output(int slot) {
     if constexpr (T::kGroupScales) raise_exponent(slot);
     const uint32_t tile = tile_address(slot) + warp_ * T::kWarpDims;
-    const uint32_t p = shared_ + T::kPOffset + buffer * T::kPBytes + (lane_ & 15) * T::kPRowBytes;
+    const uint32_t p = shared_ + T::kPOffset + (lane_ & 15) * T::kPRowBytes;
 #pragma unroll
     for (int k = 0; k < (MLA_FP8KV_LOADS_ONLY ? 0 : T::kTokenBlocks); ++k) {
       uint32_t pt[T::kRowTiles][2];
@@ -414,23 +440,20 @@ class Attend {
     }
   }
 
-  // The same with wgmma, in groups of 16 tokens and 64 of this warp's dims. The tensor core works
-  // during each `meanwhile(i)`, i < kPvGroups.
+  // The same with wgmma, in groups of 16 tokens and 64 of this warp's dims.
   static constexpr int kPvParts = T::kDimBlocks / 4, kPvGroups = T::kTokenBlocks * kPvParts;
-  template <class Meanwhile>
-  MLA_DEVICE void output_wgmma(int slot, int buffer, Meanwhile meanwhile) {
-    const uint32_t tile = tile_address(slot) + warp_ * T::kWarpDims;
-    if constexpr (MLA_FP8KV_LOADS_ONLY) {
-      for (int i = 0; i < kPvGroups; ++i) meanwhile(i);
-      return;
-    }
-    const uint32_t p_16 = (shared_ + T::kPOffset + buffer * T::kPBytes) >> 4;
+  MLA_DEVICE void output_wgmma(int slot) {
+    if constexpr (MLA_FP8KV_LOADS_ONLY) return;
+    const uint32_t tile = tile_address(slot);
+    const uint32_t p_16 = p_cores(slot, 0, 0) >> 4;
+    const uint32_t k_stride = p_cores(slot, 0, 1) - p_cores(slot, 0, 0);
     uint32_t word[2][4];  // each: tokens 0..7 and 8..15 of 16 dims, then of the next 16
     uint32_t v[2][4][4];  // four blocks of dims in use by the tensor core, four in the making
     const auto fetch = [&](int i) {
-      const uint32_t at = tile + i / kPvParts * 16 * T::kKvRowBytes + i % kPvParts * 64;
-      ptx::ldmatrix_x4_trans(word[0], at + even_);
-      ptx::ldmatrix_x4_trans(word[1], at + odd_);
+      const uint32_t at = tile + i / kPvParts * 16 * T::kKvRowBytes;
+      const int dims = warp_ * kPvParts + i % kPvParts;
+      ptx::ldmatrix_x4_trans(word[0], at + at_64_dims(even_, dims));
+      ptx::ldmatrix_x4_trans(word[1], at + at_64_dims(odd_, dims));
     };
     const auto widen = [&](uint32_t (&to)[4][4]) {
 #pragma unroll
@@ -452,10 +475,10 @@ class Attend {
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
         ptx::wgmma<true>(out_[first + d], v[i & 1][d],
-                         ptx::wgmma_matrix(p_16 + 2 * k * kCoreRow / 16, kCoreRow, kCoreBytes));
+                         ptx::wgmma_matrix(p_16 + k * (p_cores(0, 1, 0) - p_cores(0, 0, 0)) / 16,
+                                           k_stride, kCoreBytes));
       }
       ptx::wgmma_commit();
-      meanwhile(i);
       ptx::wgmma_wait<1>();
       if (i + 1 < kPvGroups) widen(v[(i + 1) & 1]);
     }
@@ -469,16 +492,24 @@ class Attend {
   // Writes the item's rows: to `out` and `lse` if it saw all their KV, else to its partial slot.
   MLA_DEVICE void finish(const WorkItem& item) {
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n)
+    for (int n = 0; n < kSumRowTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float x = sum_[n][c];
-        x += ptx::shuffle_xor(x, 4);
-        x += ptx::shuffle_xor(x, 8);
-        x += ptx::shuffle_xor(x, 16);
-        if (g_ == 0) ptx::st_shared(sum_address(token_group_, qk_row(n, c)), x);
+        if constexpr (T::kWgmma) {
+          if (g_ % (8 / T::kQkRowTiles) == 0) {
+            ptx::st_shared(sum_address(token_group_, qk_row(sum_row_tile(), c)), x);
+          }
+        } else {
+          x += ptx::shuffle_xor(x, 4);
+          x += ptx::shuffle_xor(x, 8);
+          x += ptx::shuffle_xor(x, 16);
+          if (g_ == 0) ptx::st_shared(sum_address(token_group_, qk_row(n, c)), x);
+        }
       }
     ptx::sync_block();
+    // Of this thread's first output.
+    const uint32_t dim = ptx::not_hoisted(warp_ * T::kWarpDims + 2 * g_);
     float unit = Widen<F, D>::kScale;
     if constexpr (T::kGroupScales)
       unit *= ptx::as_float(static_cast<uint32_t>(out_exponent_ + 127) << 23);
@@ -491,9 +522,9 @@ class Attend {
         const float sum = row_sum(row);
         const float scale = sum == 0.f ? 0.f : ptx::divide(unit, sum);
         if (item.partial < 0) {
-          store_out(item, row, n, c, scale * p_.out_scale);
+          store_out(item, row, dim, n, c, scale * p_.out_scale);
         } else {
-          store_partial(item, row, n, c, scale);
+          store_partial(item, row, dim, n, c, scale);
         }
       }
     // One thread a row writes its statistics.
@@ -544,6 +575,10 @@ class Attend {
     const int half = T::kRowTiles == 1 ? step & 1 : row_tile & 1;
     return shared_ + T::kQOffset + (pair * 32 + lane_) * 16 + half * 8;
   }
+  // even_ or odd_, in the 64 dims `i` of a row.
+  static MLA_DEVICE uint32_t at_64_dims(uint32_t at, int i) {
+    return T::kPInKpe ? (at ^ (i & 1) * 64) + (i >> 1) * 128 : at + i * 64;
+  }
   // The tile in `slot`.
   MLA_DEVICE uint32_t tile_address(int slot) const {
     return shared_ + T::kRingOffset + slot * T::kSlotBytes;
@@ -557,21 +592,29 @@ class Attend {
     return 8 * (row_group_ * T::kQkRowTiles + n) + 2 * t_ + c;
   }
   MLA_DEVICE int qk_token(int b) const { return 16 * (token_group_ * T::kQkBlocks + b) + g_; }
+  // Floats [rows][token groups], or four token groups after four.
+  static MLA_DEVICE uint32_t row_cell(int token_group, int row) {
+    if constexpr (T::kTokenGroups > 4) {
+      return 4 * (token_group / 4 * T::kRows * 4 + row * 4 + token_group % 4);
+    }
+    return 4 * (row * T::kTokenGroups + token_group);
+  }
   MLA_DEVICE uint32_t tile_max_address(int token_group, int row) const {
-    return shared_ + T::kTileMaxOffset + 4 * (row * T::kTokenGroups + token_group);
+    return shared_ + T::kTileMaxOffset + row_cell(token_group, row);
   }
   MLA_DEVICE uint32_t sum_address(int token_group, int row) const {
-    return shared_ + T::kSumOffset + 4 * (row * T::kTokenGroups + token_group);
+    return shared_ + T::kSumOffset + row_cell(token_group, row);
   }
   MLA_DEVICE float row_sum(int row) const {
     float x[T::kTokenGroups], sum = 0.f;
-    read_cells(sum_address(0, row), x);
+    read_cells(sum_address(0, row), x, kCellStride);
 #pragma unroll
     for (int k = 0; k < T::kTokenGroups; ++k) sum += x[k];
     return sum;
   }
+  static constexpr int kCellStride = T::kTokenGroups > 4 ? 16 * T::kRows : 16;  // of four
   template <int N>
-  static MLA_DEVICE void read_cells(uint32_t address, float (&x)[N]) {
+  static MLA_DEVICE void read_cells(uint32_t address, float (&x)[N], int stride = 16) {
     static_assert(N == 2 || N % 4 == 0, "read in pieces of 8 or 16 bytes");
     if constexpr (N == 2) {
       ptx::U2 v;
@@ -582,7 +625,7 @@ class Attend {
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
         ptx::U4 v;
-        ptx::ld_shared(v, address + 4 * i);
+        ptx::ld_shared(v, address + i / 4 * stride);
         x[i] = ptx::as_float(v.x);
         x[i + 1] = ptx::as_float(v.y);
         x[i + 2] = ptx::as_float(v.z);
@@ -622,6 +665,14 @@ class Attend {
 
   // Q and P for wgmma: cores of 8 k x 8 rows, those of all row tiles together.
   static constexpr int kCoreBytes = 128, kCoreRow = T::kRowTiles * kCoreBytes;
+  // P of half `half` of the 16 tokens `block`.
+  MLA_DEVICE uint32_t p_cores(int slot, int block, int half) const {
+    if constexpr (T::kPInKpe) {
+      return block * kCoreRow + (half == 0 ? tile_address(slot) + T::kTokens * kCkvDim
+                                           : shared_ + T::kPOffset);
+    }
+    return shared_ + T::kPOffset + (2 * block + half) * kCoreRow;
+  }
   MLA_DEVICE void store_q(int step, int row_tile, ptx::U2 fragment) const {
     if constexpr (T::kWgmma) {
       const uint32_t a =
@@ -672,7 +723,46 @@ class Attend {
   }
 
   // ---- P
-  // The factors of two rows. They stay in shared memory where wgmma needs the registers.
+  // The sums of the tile's P, until it is known to stand. With wgmma, over a warp's tokens, a lane
+  // those of two rows, to save registers; else over each thread's own.
+  MLA_DEVICE void keep_sums(float (&sum)[T::kQkRowTiles][2]) {
+    int tiles = T::kQkRowTiles;
+    if constexpr (T::kWgmma) {
+#pragma unroll
+      for (int mask = 16; mask >= 4; mask /= 2) {
+        tiles = tiles > 1 ? tiles / 2 : 0;
+#pragma unroll
+        for (int n = 0; n < (tiles > 0 ? tiles : 1); ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float lower = sum[n][c], upper = sum[n + tiles][c];
+            const bool up = (lane_ & mask) != 0 && tiles > 0;
+            sum[n][c] = (up ? upper : lower) + ptx::shuffle_xor(up ? lower : upper, mask);
+          }
+        if (tiles == 0) tiles = 1;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kSumRowTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) p_sum_[n][c] = sum[n][c];
+  }
+  // Whose sums this lane has.
+  MLA_DEVICE int sum_row_tile() const { return g_ / (8 / T::kQkRowTiles); }
+
+  // The references and factors of two rows. They stay in shared memory where wgmma needs the
+  // registers.
+  MLA_DEVICE void load_reference(int n, float (&reference)[2]) const {
+    if constexpr (T::kWgmma) {
+      ptx::U2 v;
+      ptx::ld_shared(v, shared_ + T::kRowMaxOffset + 4 * qk_row(n, 0));
+      reference[0] = ptx::as_float(v.x);
+      reference[1] = ptx::as_float(v.y);
+    } else {
+      reference[0] = reference_[n][0];
+      reference[1] = reference_[n][1];
+    }
+  }
   MLA_DEVICE void load_factor(int n, float (&factor)[2]) const {
     if constexpr (T::kWgmma) {
       read_factor(n, factor);
@@ -688,15 +778,14 @@ class Attend {
     factor[1] = ptx::as_float(v.y);
   }
 
-  MLA_DEVICE void store_p(int buffer, int b, int n, const float (&p)[4]) const {
+  MLA_DEVICE void store_p(int slot, int b, int n, const float (&p)[4]) const {
     if constexpr (T::kWgmma) {
-      const uint32_t a = shared_ + T::kPOffset + buffer * T::kPBytes + 2 * token_group_ * kCoreRow +
-                         (row_group_ * T::kQkRowTiles + n) * kCoreBytes + 4 * lane_;
-      ptx::st_shared(a, ptx::pack_f16x2(p[0], p[1]));
-      ptx::st_shared(a + kCoreRow, ptx::pack_f16x2(p[2], p[3]));
+      const uint32_t core = n * kCoreBytes + 4 * lane_;
+      ptx::st_shared(p_cores(slot, token_group_, 0) + core, ptx::pack_f16x2(p[0], p[1]));
+      ptx::st_shared(p_cores(slot, token_group_, 1) + core, ptx::pack_f16x2(p[2], p[3]));
       return;
     }
-    const uint32_t a = shared_ + T::kPOffset + buffer * T::kPBytes + qk_token(b) * T::kPRowBytes +
+    const uint32_t a = shared_ + T::kPOffset + qk_token(b) * T::kPRowBytes +
                        p_chunk(g_, row_group_ * T::kQkRowTiles + n) + 4 * t_;
     ptx::st_shared(a, ptx::pack_f16x2(p[0], p[1]));
     ptx::st_shared(a + 8 * T::kPRowBytes, ptx::pack_f16x2(p[2], p[3]));
@@ -782,9 +871,10 @@ class Attend {
   }
 
   // ---- results
-  MLA_DEVICE void store_out(const WorkItem& item, int row, int n, int c, float scale) const {
+  MLA_DEVICE void store_out(const WorkItem& item, int row, uint32_t dim, int n, int c,
+                            float scale) const {
     uint16_t* out =
-        p_.out + warp_ * T::kWarpDims + 2 * g_ +
+        p_.out + dim +
         row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride, p_.out_head_stride);
 #pragma unroll
     for (int d = 0; d < T::kDimBlocks; ++d) {
@@ -794,9 +884,9 @@ class Attend {
     }
   }
 
-  MLA_DEVICE void store_partial(const WorkItem& item, int row, int n, int c, float scale) const {
-    const int64_t at =
-        (int64_t{item.partial} * T::kRows + row) * kCkvDim + warp_ * T::kWarpDims + 2 * g_;
+  MLA_DEVICE void store_partial(const WorkItem& item, int row, uint32_t dim, int n, int c,
+                                float scale) const {
+    const int64_t at = (int64_t{item.partial} * T::kRows + row) * kCkvDim + dim;
 #pragma unroll
     for (int d = 0; d < T::kDimBlocks; ++d) {
       const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
@@ -819,12 +909,12 @@ class Attend {
   uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
 
   ptx::U2 q_[T::kQPieces];
-  float factor_[T::kQkRowTiles][2];  // score units of a row to base-2 logits
-  float reference_[T::kQkRowTiles]
-                  [2];            // the rows' references, the same in all warps of a row group
-  float sum_[T::kQkRowTiles][2];  // of this thread's own P
+  float factor_[T::kQkRowTiles][2];     // score units of a row to base-2 logits
+  float reference_[T::kQkRowTiles][2];  // the same in all warps of a row group
   float score_[T::kQkBlocks][T::kQkRowTiles][4];
-  float p_sum_[T::kQkRowTiles][2];  // the tile's share of sum_, until it is known to stand
+  static constexpr int kSumRowTiles = T::kWgmma ? 1 : T::kQkRowTiles;
+  float sum_[kSumRowTiles][2];    // of P (see keep_sums)
+  float p_sum_[kSumRowTiles][2];  // the tile's share of sum_
   float out_[T::kDimBlocks][T::kRowTiles][4];
   int out_exponent_;
 };

@@ -113,20 +113,20 @@ MLA_DEVICE void attend_items(const Params& p) {
         ptx::sync_warp();
       }
       if constexpr (T::kWgmma) {
-        attend.scores_wgmma(slot, [] {});
+        attend.scores_wgmma(slot);
       } else {
         attend.scores(slot);
       }
       attend.mask(item, position);
       // The first tile of an item exceeds the reference there is before any score.
-      const bool exceeds = position == item.kv_begin || attend.softmax(0);
+      const bool exceeds = position == item.kv_begin || attend.softmax(slot);
       if constexpr (T::kWgmma) ptx::publish_to_wgmma();
-      if (ptx::sync_block_or(exceeds)) attend.raise_reference(0);
+      if (ptx::sync_block_or(exceeds)) attend.raise_reference(slot);
       attend.add_sums();
       if constexpr (T::kWgmma) {
-        attend.output_wgmma(slot, 0, [](int) {});
+        attend.output_wgmma(slot);
       } else {
-        attend.output(slot, 0);
+        attend.output(slot);
       }
       if (position + T::kTokens < item.kv_end || more != more_end) {
         ptx::cp_async_wait<kInFlight>();

@@ -25,10 +25,18 @@ MLA_DEVICE int64_t row_offset(const Params& p, int32_t q_begin, uint32_t row, in
   return token * token_stride + head * head_stride;
 }
 
-// 16-byte chunk `chunk` of row `row` inside a slot (see the note on shared memory in traits.cuh).
+// 16-byte chunk `chunk` of row `row` inside a slot, of ckv and of kpe (see the note on shared memory
+// in traits.cuh).
 template <class T>
-MLA_DEVICE uint32_t chunk_offset(int row, int chunk) {
-  return row * T::kKvRowBytes + ((chunk ^ ((row >> 1) & 3)) * kChunkBytes);
+MLA_DEVICE uint32_t ckv_offset(int row, int chunk) {
+  const int swizzle = T::kPInKpe ? row & 7 : (row >> 1) & 3;
+  return row * T::kKvRowBytes + (chunk ^ swizzle) * kChunkBytes;
+}
+template <class T>
+MLA_DEVICE uint32_t kpe_offset(int row, int chunk) {
+  const uint32_t at = T::kPInKpe ? T::kTokens * kCkvDim + row * kKpeRowBytes
+                                 : row * T::kKvRowBytes + kCkvDim;
+  return at + (chunk ^ ((row >> 1) & 3)) * kChunkBytes;
 }
 
 template <class T>
@@ -175,7 +183,7 @@ class Loader {
   MLA_DEVICE void copy_rows_of(int left, int slot) const {
     const int begin = warp_ * T::kWarpTokens;
     const int valid = left - begin;  // rows of this warp below this exist
-    const uint32_t base = shared_ + T::kRingOffset + slot * T::kSlotBytes + begin * T::kKvRowBytes;
+    const uint32_t base = shared_ + T::kRingOffset + slot * T::kSlotBytes;
     // ckv: one whole row of 512 B an instruction (in an earlier kernel of this design 1 to 2 us
     // better over 32 x 8192 tokens than 8 rows x 64 B).
     const uint8_t* ckv = p_.ckv + lane_ * kChunkBytes;
@@ -186,8 +194,8 @@ class Loader {
       const uint32_t offset[4] = {at.x, at.y, at.z, at.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        copy<Full>(base + chunk_offset<T>(r + i, lane_), ptx::advance(ckv, offset[i]),
-                   r + i < valid);
+        copy<Full>(base + begin * T::kKvRowBytes + ckv_offset<T>(r + i, lane_),
+                   ptx::advance(ckv, offset[i]), r + i < valid);
       }
     }
     if constexpr (T::kKpeDim > 0) {
@@ -197,7 +205,8 @@ class Loader {
         const int row = r + (lane_ >> 2);
         uint32_t offset;
         ptx::ld_shared(offset, location(T::kWarpTokens + row));
-        copy<Full>(base + chunk_offset<T>(row, kCkvDim / kChunkBytes + chunk),
+        copy<Full>(base + begin * (T::kPInKpe ? kKpeRowBytes : T::kKvRowBytes) +
+                       kpe_offset<T>(row, chunk),
                    ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
       }
     }

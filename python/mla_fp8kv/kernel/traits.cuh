@@ -18,11 +18,12 @@ namespace mla_fp8kv {
 
 constexpr int kCkvDim = 512;
 constexpr int kChunkBytes = 16;
+constexpr int kKpeRowBytes = 64;  // in shared memory, also without kpe
 constexpr int kScaleGroupDims = 128;  // one ckv_scale_arr entry covers this many dims of a token
 constexpr int kScaleGroups = kCkvDim / kScaleGroupDims;
 
 template <int Rows, int Warps, int Tokens, int Slots, int QkBlocks, int CtasPerSm, int KpeDim,
-          bool GroupScales = false, bool Overlapped = false>
+          bool GroupScales = false>
 struct Tile {
   static constexpr int kRows = Rows;
   static constexpr int kWarps = Warps;
@@ -33,8 +34,6 @@ struct Tile {
   static constexpr int kKpeDim = KpeDim;
   static constexpr bool kGroupScales = GroupScales;
   static constexpr bool kWgmma = false;
-  // The output of a tile overlaps the scores of the next one (overlapped_kernel.cuh).
-  static constexpr bool kOverlapped = Overlapped;
 
   static constexpr int kRowTiles = Rows / 8;        // n-tiles of the MMA
   static constexpr int kTokenBlocks = Tokens / 16;  // m-tiles of QK, k-steps of PV
@@ -65,18 +64,23 @@ struct Tile {
   // apart; XOR of bits 1..2 of the row into the low bits of the chunk spreads the four pairs: both
   // ldmatrix forms are free of conflicts. P rows (one a token, 16 B a row tile) are swizzled to the
   // same end.
-  static constexpr int kKvRowBytes = kCkvDim + 64;
-  static constexpr int kSlotBytes = Tokens * kKvRowBytes;
+  //
+  // P of 128 tokens and 64 rows does not fit beside that. There, kpe lies behind all rows of ckv, and
+  // half of P takes its place: a warp that has the scores of its tokens needs their kpe no more. The
+  // row stride of ckv is 512 B, with XOR of bits 0..2 of the row.
+  static constexpr bool kPInKpe = Tokens > 64;
+  static constexpr int kKvRowBytes = kCkvDim + (kPInKpe ? 0 : kKpeRowBytes);
+  static constexpr int kSlotBytes = Tokens * (kCkvDim + kKpeRowBytes);
   static constexpr int kScaleSlotBytes = GroupScales ? Tokens * kScaleGroups * 4 : 0;
   static constexpr int kPRowBytes = 16 * kRowTiles;
-  static constexpr int kPBytes = Tokens * kPRowBytes;
+  static constexpr int kPBytes = Tokens * kPRowBytes / (kPInKpe ? 2 : 1);  // in its own place
 
   static constexpr int kQOffset = 0;
   static constexpr int kRingOffset = kQOffset + kQkSteps * kRowTiles * 256;
   static constexpr int kScaleRingOffset = kRingOffset + Slots * kSlotBytes;
   static constexpr int kPOffset = kScaleRingOffset + Slots * kScaleSlotBytes;
   // int32 [tokens]: pages of the tile that is loaded next.
-  static constexpr int kIndexOffset = kPOffset + (Overlapped ? 2 : 1) * kPBytes;
+  static constexpr int kIndexOffset = kPOffset + kPBytes;
   // Of each warp, while it asks for its rows: uint32 [ckv, kpe(, scale)][rows]. Where a warp loads
   // the tokens whose P it writes, it has that place to itself until it does.
   static constexpr int kLocationBytes = 4 * Tokens * (GroupScales ? 3 : 2);
@@ -106,7 +110,6 @@ struct Tile {
   // barrier before its use.
   static_assert(Slots == 2 || (Slots == 3 && !kOwnLoads),
                 "the ring holds two tiles, or three if warps share loads");
-  static_assert(!Overlapped || !kOwnLoads, "overlapped tiles need the third slot");
   static_assert(Warps % kRowTiles == 0 && kQkSteps % kWarpsPerRowTile == 0 &&
                     kCkvSteps % kWarpsPerRowTile == 0,
                 "each warp stages a whole share of one row tile of Q, of both its parts");
@@ -116,10 +119,13 @@ struct Tile {
 
 // Tiles whose products are wgmma's, which only SM90 has: asynchronous, four warps at once, with Q
 // and P read from shared memory by the tensor core itself. The warps' shares are those of mma.sync.
-template <int Rows, int Warps, int Slots, int CtasPerSm, int KpeDim, bool Overlapped>
-struct WgmmaTile : Tile<Rows, Warps, 64, Slots, 1, CtasPerSm, KpeDim, false, Overlapped> {
+template <int Rows, int Warps, int Tokens, int CtasPerSm, int KpeDim>
+struct WgmmaTile : Tile<Rows, Warps, Tokens, 2, 1, CtasPerSm, KpeDim> {
   static constexpr bool kWgmma = true;
-  static_assert(WgmmaTile::kTokenGroups == 4, "four warps have 16 tokens each");
+  static_assert(WgmmaTile::kTokenGroups == Warps && Warps % 4 == 0,
+                "each warp has 16 tokens and all rows, four warps a product");
+  static_assert(!WgmmaTile::kPInKpe || Rows * 2 * 8 == 16 * kKpeRowBytes,
+                "P of 8 of a warp's tokens is as large as kpe of all 16");
   static_assert(WgmmaTile::kDimBlocks % 4 == 0, "four blocks of dims are one group of products");
 };
 
@@ -136,8 +142,8 @@ struct Tiles {
   using Rows32 = Tile<32, 4, 32, 3, 1, 2, KpeDim>;
   using Rows64 = Tile<64, 8, 64, 2, 2, 1, KpeDim>;
   using WideRows32 = Tile<32, 8, 64, 3, 1, 1, KpeDim>;
-  using WgmmaRows32 = WgmmaTile<32, 4, 2, 2, KpeDim, false>;
-  using WgmmaRows64 = WgmmaTile<64, 8, 3, 1, KpeDim, true>;
+  using WgmmaRows32 = WgmmaTile<32, 4, 64, 2, KpeDim>;
+  using WgmmaRows64 = WgmmaTile<64, 8, 128, 1, KpeDim>;
   using ScaledRows8 = Tile<8, 4, 64, 2, 1, 2, KpeDim, true>;
   using ScaledRows16 = Tile<16, 4, 64, 2, 1, 2, KpeDim, true>;
 };
