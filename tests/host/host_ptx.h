@@ -311,6 +311,18 @@ MLA_DEVICE void sync_warp() { h::current->sync_warp(); }
 // ---- block
 MLA_DEVICE void sync_block() { h::current->sync_block("sync_block", false); }
 MLA_DEVICE bool sync_block_or(bool p) { return h::current->sync_block("sync_block_or", p); }
+template <int Threads>
+void sync_at(int barrier) {
+  h::current->sync_some("sync_at", barrier, Threads, false, true);
+}
+template <int Threads>
+void arrive_at(int barrier) {
+  h::current->sync_some("arrive_at", barrier, Threads, false, false);
+}
+template <int Threads>
+bool sync_at_or(int barrier, bool p) {
+  return h::current->sync_some("sync_at_or", barrier, Threads, p, true);
+}
 
 // ---- programmatic dependent launch
 #define MLA_FP8KV_HAS_DEPENDENT_LAUNCH 1

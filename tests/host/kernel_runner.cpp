@@ -8,9 +8,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "kernel.cuh"
 #include "merge.cuh"
 #include "plan.h"
+#include "staggered_kernel.cuh"
 
 namespace host = mla_fp8kv::host;
 using namespace mla_fp8kv;
@@ -129,8 +129,13 @@ void attend(const Call& call, host::Report& report, host::ConflictCounts& counts
   launch.grid_y = kPlanRows / T::kRows;
   launch.threads = T::kThreads;
   launch.shared_bytes = T::kSharedBytes;
-  host::run(launch, global, report, counts,
-            [&] { attention_kernel<T, kFormat, /*PlaceBits=*/false>(p); });
+  host::run(launch, global, report, counts, [&] {
+    if constexpr (T::kStaggered) {
+      attention_staggered_kernel<T, kFormat, /*PlaceBits=*/false>(p);
+    } else {
+      attention_kernel<T, kFormat, /*PlaceBits=*/false>(p);
+    }
+  });
   launch.grid_x = call.merge_grid;
   launch.grid_y = 1;
   launch.threads = kMergeThreads;

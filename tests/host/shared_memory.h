@@ -16,7 +16,7 @@ namespace mla_fp8kv::host {
 constexpr uint32_t kSharedBase = 1152;
 
 // Vector clocks of the warps. Barriers are the only order between warps here (the kernels use no
-// named barriers, fences or flags), so they decide every race, whatever order the fibers run in.
+// fences or flags), so they decide every race, whatever order the fibers run in.
 class Clocks {
  public:
   explicit Clocks(int warps) : clock_(warps, 1), seen_(warps, std::vector<uint32_t>(warps, 0)) {}
@@ -26,6 +26,14 @@ class Clocks {
     for (std::vector<uint32_t>& seen : seen_) seen = clock_;
     for (uint32_t& clock : clock_) ++clock;
   }
+  // What is known at a barrier of some of the warps: of those that came, and by those.
+  void arrive(int warp, std::vector<uint32_t>& known) {
+    known.resize(clock_.size(), 0);
+    learn(known, seen_[warp]);
+    known[warp] = clock_[warp]++;
+  }
+  void leave(int warp, const std::vector<uint32_t>& known) { learn(seen_[warp], known); }
+
   uint32_t of(int thread) const { return clock_[thread / kLanes]; }
   // Did `thread` pass a barrier with `other` since that was at `clock`?
   bool ordered(int other, uint32_t clock, int thread) const {
@@ -35,6 +43,10 @@ class Clocks {
   }
 
  private:
+  static void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more) {
+    for (size_t i = 0; i < known.size(); ++i) known[i] = std::max(known[i], more[i]);
+  }
+
   std::vector<uint32_t> clock_;
   std::vector<std::vector<uint32_t>> seen_;  // [warp][other warp]: its clock at the last barrier
 };

@@ -137,6 +137,45 @@ class Block {
     return result_;
   }
 
+  // A barrier of `threads` threads, whole warps, that come to wait or just to say that they were
+  // there. True for those that wait if any thread voted so.
+  bool sync_some(const char* op, int barrier, int threads, bool vote, bool wait) {
+    const int index = thread_ / kLanes;
+    Warp& warp = warps_[index];
+    if (warp.arrived != 0 && (std::strcmp(warp.op, op) != 0 || warp.barrier != barrier)) {
+      abort(std::string(op) + " meets " + warp.op + " of other lanes of the warp");
+    }
+    warp.op = op;
+    warp.barrier = barrier;
+    warp.vote = warp.arrived == 0 ? vote : warp.vote || vote;
+    warp.arrived |= 1u << (thread_ % kLanes);
+    if (warp.arrived != kAllLanes) {
+      wait_turn();
+      return warp.vote;
+    }
+    warp.arrived = 0;
+    SomeWarps& some = some_warps_[barrier];
+    if (some.arrived > 0 && some.threads != threads) abort("a barrier of different counts");
+    some.threads = threads;
+    some.arrived += kLanes;
+    some.vote = some.vote || warp.vote;
+    shared.clocks.arrive(index, some.known);
+    if (wait) some.waiting.push_back(index);
+    const bool complete = some.arrived == threads;
+    if (complete) {
+      if (some.waiting.empty()) abort("a barrier that nobody waits at");
+      for (const int waiting : some.waiting) {
+        warps_[waiting].vote = some.vote;
+        warps_[waiting].runnable = kAllLanes;
+        shared.clocks.leave(waiting, some.known);
+      }
+      some = {};
+    }
+    if (!wait) warp.runnable = kAllLanes;
+    if (wait && !complete) wait_turn();
+    return warp.vote;
+  }
+
   // ---- cp.async: a copy lands when its thread waits for it
   void issue_copy(const char* op, uint32_t dst, const void* src, uint32_t bytes) {
     shared.begin_copy(op, dst, bytes, thread_);
@@ -223,6 +262,14 @@ class Block {
     uint32_t arrived = 0;  // at the collective operation `op`
     const char* op = "";
     void* args[kLanes];
+    int barrier = 0;
+    bool vote = false;  // at `barrier`, and its answer
+  };
+  struct SomeWarps {  // at a barrier
+    int arrived = 0, threads = 0;
+    bool vote = false;
+    std::vector<int> waiting;
+    std::vector<uint32_t> known;
   };
 
   // ---- turns
@@ -265,6 +312,11 @@ class Block {
       waiting += " " + std::to_string(__builtin_popcount(warps_[w].arrived)) + " lanes of warp " +
                  std::to_string(w) + " at " + warps_[w].op;
     }
+    for (const SomeWarps& some : some_warps_) {
+      if (some.arrived == 0) continue;
+      waiting += " " + std::to_string(some.arrived) + " of " + std::to_string(some.threads) +
+                 " threads at a barrier";
+    }
     if (!waiting.empty()) abort("threads wait for others that never come:" + waiting);
     _longjmp(main_, 1);
   }
@@ -280,6 +332,7 @@ class Block {
   jmp_buf main_;
   int thread_ = 0;
   bool aborted_ = false;
+  SomeWarps some_warps_[16];
   // The barrier of the block.
   int arrived_ = 0;
   const char* op_ = "";

@@ -317,42 +317,14 @@ class Attend {
 
   // Moves the references up to the rows' maxima, for all warps alike, and rewrites P.
   MLA_DEVICE void raise_reference(int slot) {
-#pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n) {
-      float factor[2];
-      load_factor(n, factor);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = kMasked;
-#pragma unroll
-        for (int b = 0; b < T::kQkBlocks; ++b) {
-          x = ptx::max(x, ptx::max(score_[b][n][c], score_[b][n][c + 2]));
-        }
-        x = ptx::max(x, ptx::shuffle_xor(x, 4));
-        x = ptx::max(x, ptx::shuffle_xor(x, 8));
-        x = ptx::max(x, ptx::shuffle_xor(x, 16));
-        if (g_ == 0) {
-          ptx::st_shared(tile_max_address(token_group_, qk_row(n, c)), x * factor[c]);
-        }
-      }
-    }
+    store_maxima();
     ptx::sync_block();
     float all_raised[T::kWgmma ? T::kRowTiles : 1][2];
 #pragma unroll
     for (int n = 0; n < T::kRowTiles; ++n) {
       float (&raised)[2] = all_raised[T::kWgmma ? n : 0];
       float shrink[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = 8 * n + 2 * t_ + c;
-        float old, x[T::kTokenGroups];
-        ptx::ld_shared(old, shared_ + T::kRowMaxOffset + 4 * row);
-        read_cells(tile_max_address(0, row), x, kCellStride);
-        raised[c] = old;
-#pragma unroll
-        for (int k = 0; k < T::kTokenGroups; ++k) raised[c] = ptx::max(raised[c], x[k]);
-        shrink[c] = raised[c] == old ? 1.f : ptx::exp2(old - raised[c]);
-      }
+      raise<T::kTokenGroups>(n, 0, raised, shrink);
 #pragma unroll
       for (int d = 0; d < T::kDimBlocks; ++d)
 #pragma unroll
@@ -400,6 +372,71 @@ class Attend {
     }
   }
 
+  // The same of one warpgroup's half of a staggered tile, for its warps alone. What it shrinks by is
+  // left to both warpgroups.
+  MLA_DEVICE void raise_reference_of_half(int slot) {
+    const int half = warp_ / 4;
+    store_maxima();
+    ptx::sync_at<128>(kOwnBarrier + half);
+    float raised[T::kRowTiles][2];
+#pragma unroll
+    for (int n = 0; n < T::kRowTiles; ++n) {
+      float shrink[2];
+      raise<4>(n, 4 * half, raised[n], shrink);
+      if (warp_ % 4 == 0 && g_ == 0) {
+        ptx::st_shared(shrink_address(half, 8 * n + 2 * t_),
+                       ptx::U2{ptx::as_bits(shrink[0]), ptx::as_bits(shrink[1])});
+      }
+    }
+    ptx::sync_at<128>(kOwnBarrier + half);  // all have read the maxima and the old references
+    softmax(slot, [&](int n, float (&reference)[2]) {
+      reference[0] = raised[n][0];
+      reference[1] = raised[n][1];
+    });
+    if (warp_ % 4 == 0 && g_ == 0) {
+#pragma unroll
+      for (int n = 0; n < T::kRowTiles; ++n) {
+        ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * qk_row(n, 0),
+                       ptx::U2{ptx::as_bits(raised[n][0]), ptx::as_bits(raised[n][1])});
+      }
+    }
+    ptx::publish_to_wgmma();
+    ptx::sync_at<128>(kOwnBarrier + half);
+  }
+
+  // Says whether the half moved the references.
+  MLA_DEVICE void note_raise(int half, bool raised) const {
+    if (ptx::thread_index() % 128 == 0) {
+      ptx::st_shared(shrink_address(half, T::kRows), static_cast<uint32_t>(raised));
+    }
+  }
+  MLA_DEVICE bool raised_by(int half) const {
+    uint32_t raised;
+    ptx::ld_shared(raised, shrink_address(half, T::kRows));
+    return raised != 0;
+  }
+  // What came before the half, in the units of its references.
+  MLA_DEVICE void shrink(int half) {
+#pragma unroll
+    for (int n = 0; n < T::kRowTiles; ++n) {
+      ptx::U2 v;
+      ptx::ld_shared(v, shrink_address(half, 8 * n + 2 * t_));
+      const float by[2] = {ptx::as_float(v.x), ptx::as_float(v.y)};
+#pragma unroll
+      for (int d = 0; d < T::kDimBlocks; ++d)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out_[d][n][c] *= by[c & 1];
+      if (n == sum_row_tile()) {
+        sum_[0][0] *= by[0];
+        sum_[0][1] *= by[1];
+      }
+    }
+  }
+
+  // Barriers of two warpgroups, the first of each pair for half 0: a half's own warps; its P is
+  // there; the other half's warps are done with it.
+  static constexpr int kOwnBarrier = 1, kReadyBarrier = 3, kDoneBarrier = 5;
+
   MLA_DEVICE void add_sums() {
 #pragma unroll
     for (int n = 0; n < kSumRowTiles; ++n)
@@ -440,12 +477,14 @@ class Attend {
     }
   }
 
-  // The same with wgmma, in groups of 16 tokens and 64 of this warp's dims.
-  static constexpr int kPvParts = T::kDimBlocks / 4, kPvGroups = T::kTokenBlocks * kPvParts;
-  MLA_DEVICE void output_wgmma(int slot) {
+  // The same with wgmma, for half `half` of a staggered tile, in groups of 16 tokens and 64 of this
+  // warp's dims.
+  static constexpr int kPvParts = T::kDimBlocks / 4, kPvBlocks = 4;
+  static constexpr int kPvGroups = kPvBlocks * kPvParts;
+  MLA_DEVICE void output_wgmma(int slot, int half) {
     if constexpr (MLA_FP8KV_LOADS_ONLY) return;
-    const uint32_t tile = tile_address(slot);
-    const uint32_t p_16 = p_cores(slot, 0, 0) >> 4;
+    const uint32_t tile = tile_address(slot) + half * kPvBlocks * 16 * T::kKvRowBytes;
+    const uint32_t p_16 = p_cores(slot, half * kPvBlocks, 0) >> 4;
     const uint32_t k_stride = p_cores(slot, 0, 1) - p_cores(slot, 0, 0);
     uint32_t word[2][4];  // each: tokens 0..7 and 8..15 of 16 dims, then of the next 16
     uint32_t v[2][4][4];  // four blocks of dims in use by the tensor core, four in the making
@@ -592,12 +631,15 @@ class Attend {
     return 8 * (row_group_ * T::kQkRowTiles + n) + 2 * t_ + c;
   }
   MLA_DEVICE int qk_token(int b) const { return 16 * (token_group_ * T::kQkBlocks + b) + g_; }
-  // Floats [rows][token groups], or four token groups after four.
+  // Floats [rows][token groups]; staggered, those of each half in the place of its P.
   static MLA_DEVICE uint32_t row_cell(int token_group, int row) {
-    if constexpr (T::kTokenGroups > 4) {
-      return 4 * (token_group / 4 * T::kRows * 4 + row * 4 + token_group % 4);
+    if constexpr (T::kStaggered) {
+      return token_group / 4 * kCellStride + 4 * (row * 4 + token_group % 4);
     }
     return 4 * (row * T::kTokenGroups + token_group);
+  }
+  MLA_DEVICE uint32_t shrink_address(int half, int row) const {
+    return shared_ + T::kShrinkOffset + half * T::kShrinkBytes + 4 * row;
   }
   MLA_DEVICE uint32_t tile_max_address(int token_group, int row) const {
     return shared_ + T::kTileMaxOffset + row_cell(token_group, row);
@@ -612,7 +654,7 @@ class Attend {
     for (int k = 0; k < T::kTokenGroups; ++k) sum += x[k];
     return sum;
   }
-  static constexpr int kCellStride = T::kTokenGroups > 4 ? 16 * T::kRows : 16;  // of four
+  static constexpr int kCellStride = T::kStaggered ? T::kPBytes / 2 : 16;  // of four
   template <int N>
   static MLA_DEVICE void read_cells(uint32_t address, float (&x)[N], int stride = 16) {
     static_assert(N == 2 || N % 4 == 0, "read in pieces of 8 or 16 bytes");
@@ -723,6 +765,44 @@ class Attend {
   }
 
   // ---- P
+  // The maxima of the rows over this warp's tokens, as logits.
+  MLA_DEVICE void store_maxima() const {
+#pragma unroll
+    for (int n = 0; n < T::kQkRowTiles; ++n) {
+      float factor[2];
+      load_factor(n, factor);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = kMasked;
+#pragma unroll
+        for (int b = 0; b < T::kQkBlocks; ++b) {
+          x = ptx::max(x, ptx::max(score_[b][n][c], score_[b][n][c + 2]));
+        }
+        x = ptx::max(x, ptx::shuffle_xor(x, 4));
+        x = ptx::max(x, ptx::shuffle_xor(x, 8));
+        x = ptx::max(x, ptx::shuffle_xor(x, 16));
+        if (g_ == 0) {
+          ptx::st_shared(tile_max_address(token_group_, qk_row(n, c)), x * factor[c]);
+        }
+      }
+    }
+  }
+  // References of two rows moved up to the maxima of `Groups` token groups, and what that divides
+  // P by.
+  template <int Groups>
+  MLA_DEVICE void raise(int n, int first_group, float (&raised)[2], float (&shrink)[2]) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = 8 * n + 2 * t_ + c;
+      float old, x[Groups];
+      ptx::ld_shared(old, shared_ + T::kRowMaxOffset + 4 * row);
+      read_cells(tile_max_address(first_group, row), x);
+      raised[c] = old;
+#pragma unroll
+      for (int k = 0; k < Groups; ++k) raised[c] = ptx::max(raised[c], x[k]);
+      shrink[c] = raised[c] == old ? 1.f : ptx::exp2(old - raised[c]);
+    }
+  }
   // The sums of the tile's P, until it is known to stand. With wgmma, over a warp's tokens, a lane
   // those of two rows, to save registers; else over each thread's own.
   MLA_DEVICE void keep_sums(float (&sum)[T::kQkRowTiles][2]) {

@@ -124,7 +124,7 @@ MLA_DEVICE void attend_items(const Params& p) {
       if (ptx::sync_block_or(exceeds)) attend.raise_reference(slot);
       attend.add_sums();
       if constexpr (T::kWgmma) {
-        attend.output_wgmma(slot);
+        attend.output_wgmma(slot, 0);
       } else {
         attend.output(slot);
       }

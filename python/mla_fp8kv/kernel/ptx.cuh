@@ -340,6 +340,27 @@ MLA_DEVICE void sync_warp() { __syncwarp(); }
 // ---- block
 MLA_DEVICE void sync_block() { __syncthreads(); }
 MLA_DEVICE bool sync_block_or(bool p) { return __syncthreads_or(p); }
+// Barriers 1 to 15, each of `Threads` threads (whole warps) that come to wait or just to say that
+// they were there.
+template <int Threads>
+MLA_DEVICE void sync_at(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
+}
+template <int Threads>
+MLA_DEVICE void arrive_at(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
+}
+template <int Threads>
+MLA_DEVICE bool sync_at_or(int barrier, bool p) {
+  uint32_t any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(p)), "r"(barrier), "n"(Threads)
+      : "memory");
+  return any != 0;
+}
 
 // ---- programmatic dependent launch (elsewhere kernels of a stream run one after the other anyway)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -34,6 +34,8 @@ struct Tile {
   static constexpr int kKpeDim = KpeDim;
   static constexpr bool kGroupScales = GroupScales;
   static constexpr bool kWgmma = false;
+  // Two warpgroups take turns: staggered_kernel.cuh.
+  static constexpr bool kStaggered = Tokens == 128;
 
   static constexpr int kRowTiles = Rows / 8;        // n-tiles of the MMA
   static constexpr int kTokenBlocks = Tokens / 16;  // m-tiles of QK, k-steps of PV
@@ -68,7 +70,7 @@ struct Tile {
   // P of 128 tokens and 64 rows does not fit beside that. There, kpe lies behind all rows of ckv, and
   // half of P takes its place: a warp that has the scores of its tokens needs their kpe no more. The
   // row stride of ckv is 512 B, with XOR of bits 0..2 of the row.
-  static constexpr bool kPInKpe = Tokens > 64;
+  static constexpr bool kPInKpe = kStaggered;
   static constexpr int kKvRowBytes = kCkvDim + (kPInKpe ? 0 : kKpeRowBytes);
   static constexpr int kSlotBytes = Tokens * (kCkvDim + kKpeRowBytes);
   static constexpr int kScaleSlotBytes = GroupScales ? Tokens * kScaleGroups * 4 : 0;
@@ -91,13 +93,17 @@ struct Tile {
       kIndexOffset + 4 * Tokens + (kLocationInP ? 0 : kLocationBytes);  // float [rows]
   static constexpr int kFactorOffset = kRowMaxOffset + 4 * Rows;        // float [rows]
   // Never in use at the same time: the tile's maxima and the item's sums (float [rows][token
-  // groups]), Q's maxima (float [rows][warps of a row]).
-  static constexpr int kTileMaxOffset = kFactorOffset + 4 * Rows;
+  // groups]), Q's maxima (float [rows][warps of a row]). Staggered, the former take the place of P.
+  static constexpr int kCellsOffset = kFactorOffset + 4 * Rows;
+  static constexpr int kTileMaxOffset = kStaggered ? kPOffset : kCellsOffset;
   static constexpr int kSumOffset = kTileMaxOffset;
-  static constexpr int kQMaxOffset = kTileMaxOffset;
-  static constexpr int kSharedBytes =
-      kTileMaxOffset +
-      4 * Rows * (kTokenGroups > kWarpsPerRowTile ? kTokenGroups : kWarpsPerRowTile);
+  static constexpr int kQMaxOffset = kCellsOffset;
+  static constexpr int kCells = kTokenGroups > kWarpsPerRowTile ? kTokenGroups : kWarpsPerRowTile;
+  // Staggered: of each warpgroup's half of a tile, float [rows] by which it shrinks what came
+  // before, and int32, whether it does.
+  static constexpr int kShrinkOffset = kCellsOffset;
+  static constexpr int kShrinkBytes = 4 * Rows + 16;
+  static constexpr int kSharedBytes = kCellsOffset + (kStaggered ? 2 * kShrinkBytes : 4 * Rows * kCells);
 
   static_assert(Rows % 8 == 0 && Tokens % 16 == 0, "rows and tokens come in MMA tiles");
   static_assert(QkBlocks <= 2 && kTokenBlocks % QkBlocks == 0 && Warps % kTokenGroups == 0,

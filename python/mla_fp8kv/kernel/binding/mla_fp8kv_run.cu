@@ -20,7 +20,7 @@
 #include <string>
 
 #include "../merge.cuh"
-#include "../kernel.cuh"
+#include "../staggered_kernel.cuh"
 #include "../plan_registry.h"
 #include "module.h"
 
@@ -74,11 +74,20 @@ void allow_shared(int device, int bytes) {
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
+template <class T>
+constexpr auto attention_of() {
+  if constexpr (T::kStaggered) {
+    return &attention_staggered_kernel<T, kFormat, kAlwaysPlaceBits>;
+  } else {
+    return &attention_kernel<T, kFormat, kAlwaysPlaceBits>;
+  }
+}
+
 // T computes items of `PlanRows` rows, in parts if it has fewer itself.
 template <class T, int PlanRows = T::kRows>
 void launch_tile(const Params& params, const Launch& how) {
   static_assert(PlanRows % T::kRows == 0, "parts of an item have equal rows");
-  constexpr auto kernel = &attention_kernel<T, kFormat, kAlwaysPlaceBits>;
+  constexpr auto kernel = attention_of<T>();
   constexpr int kParts = PlanRows / T::kRows;
   int shared = T::kSharedBytes;
   // MLA_FP8KV_CTAS_PER_SM wants fewer than fit, to be like a smaller GPU: shared memory that nobody
