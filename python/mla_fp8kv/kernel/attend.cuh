@@ -44,20 +44,23 @@ class Attend {
 
   // ---- Q
 
-  // Fetches this thread's share of Q: 4 neighbouring elements of one row at every k-step it owns.
+  // Fetches this thread's share of Q: 8 neighbouring elements of one row in every piece it owns.
   MLA_DEVICE void load_q(const WorkItem& item) {
     const int row = 8 * (warp_ % T::kRowTiles) + g_;
     const auto piece = [&](const uint16_t* q, int64_t token_stride, int64_t head_stride) {
-      return q + 4 * t_ +
+      return q + 8 * t_ +
              row_offset(p_, item.q_begin, item.row_begin + row, token_stride, head_stride);
     };
     const uint16_t* nope = piece(p_.q_nope, p_.q_nope_token_stride, p_.q_nope_head_stride);
     const uint16_t* pe = piece(p_.q_pe, p_.q_pe_token_stride, p_.q_pe_head_stride);
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
-      q_[i] = {0, 0};
-      const uint16_t* q = is_pe(i) ? pe + 16 * (q_step(i) - T::kCkvSteps) : nope + 16 * q_step(i);
-      if (row < item.rows) q_[i] = ptx::ld_const(reinterpret_cast<const ptx::U2*>(q));
+      q_[i] = {0, 0, 0, 0};
+      const int piece = q_piece(i);
+      const uint16_t* q = is_pe(i) ? pe + 32 * (piece - T::kCkvSteps / 2) : nope + 32 * piece;
+      if (row < item.rows && has_piece(i)) {
+        q_[i] = ptx::ld_const(reinterpret_cast<const ptx::U4*>(q));
+      }
     }
   }
 
@@ -70,28 +73,13 @@ class Attend {
       const float scale_up = q_scale(scale_down);
 #pragma unroll
       for (int i = 0; i < T::kQPieces; ++i) {
-        float x[4];
-        x[0] = ptx::as_float(q_[i].x << 16) * scale_up;
-        x[1] = ptx::as_float(q_[i].x & 0xffff0000u) * scale_up;
-        x[2] = ptx::as_float(q_[i].y << 16) * scale_up;
-        x[3] = ptx::as_float(q_[i].y & 0xffff0000u) * scale_up;
-        ptx::U2 fragment;
-        if constexpr (Widen<F, D>::kAlternatePairs) {
-          fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};
-        } else {
-          fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
-        }
-        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
+        store_q(i, bf16_fragment(q_[i].x, q_[i].y, scale_up),
+                bf16_fragment(q_[i].z, q_[i].w, scale_up));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < T::kQPieces; ++i) {
-        ptx::U2 fragment = q_[i];
-        if constexpr (Widen<F, D>::kAlternatePairs) {
-          fragment = {ptx::byte_permute(q_[i].x, q_[i].y, 0x5410),
-                      ptx::byte_permute(q_[i].x, q_[i].y, 0x7632)};
-        }
-        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
+        store_q(i, f16_fragment(q_[i].x, q_[i].y), f16_fragment(q_[i].z, q_[i].w));
       }
     }
     if (warp_ < T::kRowTiles && t_ == 0) {
@@ -547,40 +535,19 @@ class Attend {
         }
       }
     ptx::sync_block();
-    // Of this thread's first output.
-    const uint32_t dim = ptx::not_hoisted(warp_ * T::kWarpDims + 2 * g_);
-    float unit = Widen<F, D>::kScale;
-    if constexpr (T::kGroupScales)
-      unit *= ptx::as_float(static_cast<uint32_t>(out_exponent_ + 127) << 23);
-#pragma unroll
-    for (int n = 0; n < T::kRowTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = 8 * n + 2 * t_ + c;
-        if (row >= item.rows) continue;
-        const float sum = row_sum(row);
-        const float scale = sum == 0.f ? 0.f : ptx::divide(unit, sum);
-        if (item.partial < 0) {
-          store_out(item, row, dim, n, c, scale * p_.out_scale);
-        } else {
-          store_partial(item, row, dim, n, c, scale);
-        }
-      }
-    // One thread a row writes its statistics.
     const int row = ptx::thread_index();
-    if (row < item.rows) {
-      float reference;
-      ptx::ld_shared(reference, shared_ + T::kRowMaxOffset + 4 * row);
-      const float sum = row_sum(row);
-      if (item.partial >= 0) {
-        float* stat = p_.partial_stat + (int64_t{item.partial} * T::kRows + row) * 2;
-        ptx::st_global(reinterpret_cast<ptx::U2*>(stat),
-                       ptx::U2{ptx::as_bits(reference), ptx::as_bits(sum)});
-      } else if (p_.lse != nullptr) {
-        const float lse = sum == 0.f ? kMasked : reference + ptx::log2(sum);
-        ptx::st_global(p_.lse + (int64_t{item.q_begin} * p_.heads.value + item.row_begin + row),
-                       lse * p_.lse_scale);
-      }
+    if (row < T::kRows) {
+      RowEnd end = {};
+      if (row < item.rows) end = end_row(item, row);
+      ptx::st_shared(row_end_address(row), end.cell());
+    }
+    ptx::sync_block();
+    if (T::kGroupScales && item.partial >= 0) {
+      store_rows<OutType::kFloat>();
+    } else if (p_.q_is_bf16 && item.partial < 0) {
+      store_rows<OutType::kBf16>();
+    } else {
+      store_rows<OutType::kF16>();
     }
     ptx::sync_block();
   }
@@ -605,14 +572,20 @@ class Attend {
   // ---- addresses
   // Known to the compiler, so that no piece has two loads to choose from: the second would wait for
   // the first (measured: 8 heads: 1.6 us more for a request of 500 tokens).
-  static MLA_DEVICE constexpr bool is_pe(int i) { return i * T::kWarpsPerRowTile >= T::kCkvSteps; }
-  MLA_DEVICE int q_step(int i) const { return i * T::kWarpsPerRowTile + warp_ / T::kRowTiles; }
+  static MLA_DEVICE constexpr bool is_pe(int i) {
+    return i * T::kWarpsPerRowTile >= T::kCkvSteps / 2;
+  }
+  // Pieces are two k-steps each.
+  MLA_DEVICE int q_piece(int i) const { return i * T::kWarpsPerRowTile + warp_ / T::kRowTiles; }
+  MLA_DEVICE bool has_piece(int i) const {
+    return T::kQkSteps / 2 % T::kWarpsPerRowTile == 0 || q_piece(i) < T::kQkSteps / 2;
+  }
   // Fragments of two row tiles of a k-step lie together (of two k-steps, where there is one row
   // tile only), so that one 16-byte load brings both.
-  MLA_DEVICE uint32_t q_address(int step, int row_tile) const {
+  MLA_DEVICE uint32_t q_address(int step, int row_tile, int lane) const {
     const int pair = T::kRowTiles == 1 ? step >> 1 : step * (T::kRowTiles / 2) + (row_tile >> 1);
     const int half = T::kRowTiles == 1 ? step & 1 : row_tile & 1;
-    return shared_ + T::kQOffset + (pair * 32 + lane_) * 16 + half * 8;
+    return shared_ + T::kQOffset + (pair * 32 + lane) * 16 + half * 8;
   }
   // even_ or odd_, in the 64 dims `i` of a row.
   static MLA_DEVICE uint32_t at_64_dims(uint32_t at, int i) {
@@ -683,8 +656,9 @@ class Attend {
     uint32_t pair = 0;
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
-      pair = ptx::max_bf16x2(pair, q_[i].x & 0x7fff7fffu);
-      pair = ptx::max_bf16x2(pair, q_[i].y & 0x7fff7fffu);
+      for (const uint32_t x : {q_[i].x, q_[i].y, q_[i].z, q_[i].w}) {
+        pair = ptx::max_bf16x2(pair, x & 0x7fff7fffu);
+      }
     }
     pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 1));
     pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 2));
@@ -715,14 +689,34 @@ class Attend {
     }
     return shared_ + T::kPOffset + (2 * block + half) * kCoreRow;
   }
-  MLA_DEVICE void store_q(int step, int row_tile, ptx::U2 fragment) const {
+  // Four neighbouring elements of Q as lane t's fragment of a k-step.
+  static MLA_DEVICE ptx::U2 bf16_fragment(uint32_t a, uint32_t b, float scale) {
+    const float x[4] = {ptx::as_float(a << 16) * scale, ptx::as_float(a & 0xffff0000u) * scale,
+                        ptx::as_float(b << 16) * scale, ptx::as_float(b & 0xffff0000u) * scale};
+    constexpr bool kAlternate = Widen<F, D>::kAlternatePairs;
+    return {ptx::pack_f16x2(x[0], x[kAlternate ? 2 : 1]),
+            ptx::pack_f16x2(x[kAlternate ? 1 : 2], x[3])};
+  }
+  static MLA_DEVICE ptx::U2 f16_fragment(uint32_t a, uint32_t b) {
+    if constexpr (!Widen<F, D>::kAlternatePairs) return {a, b};
+    return {ptx::byte_permute(a, b, 0x5410), ptx::byte_permute(a, b, 0x7632)};
+  }
+  // This thread's elements of piece i, which are the fragments of lanes t and t + 1, t even.
+  MLA_DEVICE void store_q(int i, ptx::U2 first, ptx::U2 second) const {
+    if (!has_piece(i)) return;
+    const int step = 2 * q_piece(i) + (t_ >> 1), row_tile = warp_ % T::kRowTiles;
+    const int lane = 4 * g_ + 2 * (t_ & 1);
     if constexpr (T::kWgmma) {
       const uint32_t a =
-          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane_;
-      ptx::st_shared(a, fragment.x);
-      ptx::st_shared(a + kCoreRow, fragment.y);
+          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane;
+      ptx::st_shared(a, ptx::U2{first.x, second.x});
+      ptx::st_shared(a + kCoreRow, ptx::U2{first.y, second.y});
     } else {
-      ptx::st_shared(q_address(step, row_tile), fragment);
+      // The lanes of the two k-steps in different order, for the banks.
+      const bool turn = t_ >> 1;
+      const uint32_t a = q_address(step, row_tile, lane);
+      ptx::st_shared(a + (turn ? 16 : 0), turn ? second : first);
+      ptx::st_shared(a + (turn ? 0 : 16), turn ? first : second);
     }
   }
 
@@ -730,7 +724,7 @@ class Attend {
   MLA_DEVICE void load_q_fragments(int pair, uint32_t (&q)[2][T::kQkRowTiles][2]) const {
     ptx::U4 v;
     if constexpr (T::kQkRowTiles == 1) {
-      ptx::ld_shared(v, q_address(2 * pair, 0));
+      ptx::ld_shared(v, q_address(2 * pair, 0, lane_));
       q[0][0][0] = v.x;
       q[0][0][1] = v.y;
       q[1][0][0] = v.z;
@@ -740,7 +734,7 @@ class Attend {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < T::kQkRowTiles; n += 2) {
-          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n));
+          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n, lane_));
           q[half][n][0] = v.x;
           q[half][n][1] = v.y;
           q[half][n + 1][0] = v.z;
@@ -951,35 +945,78 @@ class Attend {
   }
 
   // ---- results
-  MLA_DEVICE void store_out(const WorkItem& item, int row, uint32_t dim, int n, int c,
-                            float scale) const {
-    uint16_t* out =
-        p_.out + dim +
-        row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride, p_.out_head_stride);
-#pragma unroll
-    for (int d = 0; d < T::kDimBlocks; ++d) {
-      const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
-      ptx::st_global(reinterpret_cast<uint32_t*>(out + 16 * d),
-                     p_.q_is_bf16 ? ptx::pack_bf16x2(lo, hi) : ptx::pack_f16x2(lo, hi));
+  // Where a row goes (nullptr: nowhere), and what it is multiplied by. The rows' are in the place
+  // of Q; worked out by one thread a row, so that those which write have little code, which runs
+  // once and so is slow to fetch.
+  struct RowEnd {
+    uint8_t* to;
+    float scale;
+    MLA_DEVICE ptx::U4 cell() const {
+      const auto address = reinterpret_cast<uint64_t>(to);
+      return {static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32),
+              ptx::as_bits(scale), 0};
     }
+    static MLA_DEVICE RowEnd of(const ptx::U4& cell) {
+      return {reinterpret_cast<uint8_t*>(uint64_t{cell.y} << 32 | cell.x), ptx::as_float(cell.z)};
+    }
+  };
+  MLA_DEVICE uint32_t row_end_address(int row) const { return shared_ + T::kQOffset + 16 * row; }
+
+  // Also writes the row's statistics.
+  MLA_DEVICE RowEnd end_row(const WorkItem& item, int row) const {
+    float reference;
+    ptx::ld_shared(reference, shared_ + T::kRowMaxOffset + 4 * row);
+    const float sum = row_sum(row);
+    const float scale = sum == 0.f ? 0.f : ptx::divide(Widen<F, D>::kScale, sum);
+    if (item.partial >= 0) {
+      const int64_t partial_row = int64_t{item.partial} * T::kRows + row;
+      ptx::st_global(reinterpret_cast<ptx::U2*>(p_.partial_stat + partial_row * 2),
+                     ptx::U2{ptx::as_bits(reference), ptx::as_bits(sum)});
+      constexpr int kBytes = kCkvDim * (T::kGroupScales ? sizeof(float) : sizeof(uint16_t));
+      return {static_cast<uint8_t*>(p_.partial_out) + partial_row * kBytes, scale};
+    }
+    if (p_.lse != nullptr) {
+      const float lse = sum == 0.f ? kMasked : reference + ptx::log2(sum);
+      ptx::st_global(p_.lse + (int64_t{item.q_begin} * p_.heads.value + item.row_begin + row),
+                     lse * p_.lse_scale);
+    }
+    uint16_t* out = p_.out + row_offset(p_, item.q_begin, item.row_begin + row,
+                                        p_.out_token_stride, p_.out_head_stride);
+    return {reinterpret_cast<uint8_t*>(out), scale * p_.out_scale};
   }
 
-  MLA_DEVICE void store_partial(const WorkItem& item, int row, uint32_t dim, int n, int c,
-                                float scale) const {
-    const int64_t at = (int64_t{item.partial} * T::kRows + row) * kCkvDim + dim;
-#pragma unroll
-    for (int d = 0; d < T::kDimBlocks; ++d) {
-      const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
-      if constexpr (T::kGroupScales) {
-        ptx::st_global(
-            reinterpret_cast<ptx::U2*>(static_cast<float*>(p_.partial_out) + at + 16 * d),
-            ptx::U2{ptx::as_bits(lo), ptx::as_bits(hi)});
-      } else {
-        ptx::st_global(
-            reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p_.partial_out) + at + 16 * d),
-            ptx::pack_f16x2(lo, hi));
-      }
+  enum class OutType { kF16, kBf16, kFloat };
+  template <OutType Type>
+  MLA_DEVICE void store_rows() const {
+    float unit = 1.f;
+    if constexpr (T::kGroupScales) {
+      unit = ptx::as_float(static_cast<uint32_t>(out_exponent_ + 127) << 23);
     }
+    constexpr int kBytes = Type == OutType::kFloat ? 4 : 2;
+    const int first = (warp_ * T::kWarpDims + 2 * g_) * kBytes;
+#pragma unroll
+    for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        ptx::U4 cell;
+        ptx::ld_shared(cell, row_end_address(8 * n + 2 * t_ + c));
+        const RowEnd end = RowEnd::of(cell);
+        if (end.to == nullptr) continue;
+        const float scale = end.scale * unit;
+#pragma unroll
+        for (int d = 0; d < T::kDimBlocks; ++d) {
+          uint8_t* to = end.to + first + 16 * d * kBytes;
+          const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
+          if constexpr (Type == OutType::kFloat) {
+            ptx::st_global(reinterpret_cast<ptx::U2*>(to),
+                           ptx::U2{ptx::as_bits(lo), ptx::as_bits(hi)});
+          } else {
+            ptx::st_global(reinterpret_cast<uint32_t*>(to), Type == OutType::kBf16
+                                                                ? ptx::pack_bf16x2(lo, hi)
+                                                                : ptx::pack_f16x2(lo, hi));
+          }
+        }
+      }
   }
 
   const Params& p_;
@@ -988,7 +1025,7 @@ class Attend {
   int token_group_, row_group_;
   uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
 
-  ptx::U2 q_[T::kQPieces];
+  ptx::U4 q_[T::kQPieces];
   float factor_[T::kQkRowTiles][2];     // score units of a row to base-2 logits
   float reference_[T::kQkRowTiles][2];  // the same in all warps of a row group
   float score_[T::kQkBlocks][T::kQkRowTiles][4];
