@@ -44,23 +44,20 @@ class Attend {
 
   // ---- Q
 
-  // Fetches this thread's share of Q: 8 neighbouring elements of one row in every piece it owns.
+  // Fetches this thread's share of Q: 4 neighbouring elements of one row at every k-step it owns.
   MLA_DEVICE void load_q(const WorkItem& item) {
     const int row = 8 * (warp_ % T::kRowTiles) + g_;
     const auto piece = [&](const uint16_t* q, int64_t token_stride, int64_t head_stride) {
-      return q + 8 * t_ +
+      return q + 4 * t_ +
              row_offset(p_, item.q_begin, item.row_begin + row, token_stride, head_stride);
     };
     const uint16_t* nope = piece(p_.q_nope, p_.q_nope_token_stride, p_.q_nope_head_stride);
     const uint16_t* pe = piece(p_.q_pe, p_.q_pe_token_stride, p_.q_pe_head_stride);
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
-      q_[i] = {0, 0, 0, 0};
-      const int piece = q_piece(i);
-      const uint16_t* q = is_pe(i) ? pe + 32 * (piece - T::kCkvSteps / 2) : nope + 32 * piece;
-      if (row < item.rows && has_piece(i)) {
-        q_[i] = ptx::ld_const(reinterpret_cast<const ptx::U4*>(q));
-      }
+      q_[i] = {0, 0};
+      const uint16_t* q = is_pe(i) ? pe + 16 * (q_step(i) - T::kCkvSteps) : nope + 16 * q_step(i);
+      if (row < item.rows) q_[i] = ptx::ld_const(reinterpret_cast<const ptx::U2*>(q));
     }
   }
 
@@ -73,21 +70,36 @@ class Attend {
       const float scale_up = q_scale(scale_down);
 #pragma unroll
       for (int i = 0; i < T::kQPieces; ++i) {
-        store_q(i, bf16_fragment(q_[i].x, q_[i].y, scale_up),
-                bf16_fragment(q_[i].z, q_[i].w, scale_up));
+        float x[4];
+        x[0] = ptx::as_float(q_[i].x << 16) * scale_up;
+        x[1] = ptx::as_float(q_[i].x & 0xffff0000u) * scale_up;
+        x[2] = ptx::as_float(q_[i].y << 16) * scale_up;
+        x[3] = ptx::as_float(q_[i].y & 0xffff0000u) * scale_up;
+        ptx::U2 fragment;
+        if constexpr (Widen<F, D>::kAlternatePairs) {
+          fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};
+        } else {
+          fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
+        }
+        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < T::kQPieces; ++i) {
-        store_q(i, f16_fragment(q_[i].x, q_[i].y), f16_fragment(q_[i].z, q_[i].w));
+        ptx::U2 fragment = q_[i];
+        if constexpr (Widen<F, D>::kAlternatePairs) {
+          fragment = {ptx::byte_permute(q_[i].x, q_[i].y, 0x5410),
+                      ptx::byte_permute(q_[i].x, q_[i].y, 0x7632)};
+        }
+        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
       }
     }
     if (warp_ < T::kRowTiles && t_ == 0) {
-      const int row = 8 * warp_ + g_;
+      const int row = 8 * warp_ + late(g_);
       // Never 0 (sm_scale 0, or too small for such a row): 0 x -inf is no masked score.
       const float factor = p_.score_scale * Widen<F, D>::kScale * scale_down;
-      ptx::st_shared(shared_ + T::kFactorOffset + 4 * row, ptx::max(factor, kSmallestFactor));
-      ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * row, kNoReference);
+      ptx::st_shared(row_state(row), ptx::U2{ptx::as_bits(ptx::max(factor, kSmallestFactor)),
+                                             ptx::as_bits(kNoReference)});
     }
     if constexpr (T::kWgmma) ptx::publish_to_wgmma();
     ptx::sync_block();
@@ -95,8 +107,8 @@ class Attend {
     if constexpr (!T::kWgmma) {
 #pragma unroll
       for (int n = 0; n < T::kQkRowTiles; ++n) {
-        read_factor(n, factor_[n]);
-        reference_[n][0] = reference_[n][1] = kNoReference;
+        read_row_state(n, factor_[n], reference_[n]);
+        reference_[n][0] = reference_[n][1] = kNoReference;  // so that the compiler knows it
       }
     }
 #pragma unroll
@@ -274,30 +286,44 @@ class Attend {
 
   // P of this warp's tokens and rows. True if a score is too far above its reference.
   MLA_DEVICE bool softmax(int slot) {
-    return softmax(slot, [&](int n, float (&reference)[2]) { load_reference(n, reference); });
+    return softmax(slot, [](int, float (&)[2]) {});
   }
-  template <class References>
-  MLA_DEVICE bool softmax(int slot, References references) {
+  // `adjust(n, reference)` may change the references of two rows.
+  template <class Adjust>
+  MLA_DEVICE bool softmax(int slot, Adjust adjust) {
     bool exceeds = false;
     float sum[T::kQkRowTiles][2];
     zero(sum);
+    constexpr int kAtOnce = T::kWgmma ? 4 : 1;
 #pragma unroll
-    for (int n = 0; n < T::kQkRowTiles; ++n) {
-      float factor[2], reference[2];
-      load_factor(n, factor);
-      references(n, reference);
+    for (int first = 0; first < T::kQkRowTiles; first += kAtOnce) {
+      float factor[kAtOnce][2], reference[kAtOnce][2];
+      uint32_t packed[kAtOnce][T::kQkBlocks][2];
 #pragma unroll
-      for (int b = 0; b < T::kQkBlocks; ++b) {
-        float p[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const float x = ptx::fma(score_[b][n][c], factor[c & 1], -reference[c & 1]);
-          exceeds |= x > kSlack;
-          p[c] = ptx::exp2(x);
-          sum[n][c & 1] += p[c];
-        }
-        store_p(slot, b, n, p);
+      for (int i = 0; i < kAtOnce; ++i) {
+        load_row_state(first + i, factor[i], reference[i]);
+        adjust(first + i, reference[i]);
       }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int b = 0; b < T::kQkBlocks; ++b) {
+          const int n = first + i;
+          float p[4];
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const float x = ptx::fma(score_[b][n][c], factor[i][c & 1], -reference[i][c & 1]);
+            exceeds |= x > kSlack;
+            p[c] = ptx::exp2(x);
+            sum[n][c & 1] += p[c];
+          }
+          packed[i][b][0] = ptx::pack_f16x2(p[0], p[1]);
+          packed[i][b][1] = ptx::pack_f16x2(p[2], p[3]);
+        }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int b = 0; b < T::kQkBlocks; ++b) store_p(slot, b, first + i, packed[i][b]);
     }
     keep_sums(sum);
     return exceeds;
@@ -336,12 +362,9 @@ class Attend {
       }
     }
     const auto own = [&](int n, float (&reference)[2]) {
-      if constexpr (T::kWgmma) {
-        reference[0] = all_raised[n][0];
-        reference[1] = all_raised[n][1];
-      } else {
-        load_reference(n, reference);
-      }
+      const auto& raised = T::kWgmma ? all_raised[T::kWgmma ? n : 0] : reference_[n];
+      reference[0] = raised[0];
+      reference[1] = raised[1];
     };
     softmax(slot, own);
     if constexpr (T::kWgmma) ptx::publish_to_wgmma();
@@ -353,9 +376,7 @@ class Attend {
         float reference[2];
         own(n, reference);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * qk_row(n, c), reference[c]);
-        }
+        for (int c = 0; c < 2; ++c) ptx::st_shared(row_state(qk_row(n, c)) + 4, reference[c]);
       }
     }
   }
@@ -381,15 +402,14 @@ class Attend {
       reference[0] = raised[n][0];
       reference[1] = raised[n][1];
     });
-    if (warp_ % 4 == 0 && g_ == 0) {
-#pragma unroll
-      for (int n = 0; n < T::kRowTiles; ++n) {
-        ptx::st_shared(shared_ + T::kRowMaxOffset + 4 * qk_row(n, 0),
-                       ptx::U2{ptx::as_bits(raised[n][0]), ptx::as_bits(raised[n][1])});
-      }
-    }
     ptx::publish_to_wgmma();
     ptx::sync_at<128>(kOwnBarrier + half);
+    if (warp_ % 4 == 0 && g_ == 0) {
+#pragma unroll
+      for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) ptx::st_shared(row_state(qk_row(n, c)) + 4, raised[n][c]);
+    }
   }
 
   // Says whether the half moved the references.
@@ -475,12 +495,13 @@ class Attend {
     const uint32_t p_16 = p_cores(slot, half * kPvBlocks, 0) >> 4;
     const uint32_t k_stride = p_cores(slot, 0, 1) - p_cores(slot, 0, 0);
     uint32_t word[2][4];  // each: tokens 0..7 and 8..15 of 16 dims, then of the next 16
+    const uint32_t even = late(even_);
     uint32_t v[2][4][4];  // four blocks of dims in use by the tensor core, four in the making
     const auto fetch = [&](int i) {
       const uint32_t at = tile + i / kPvParts * 16 * T::kKvRowBytes;
       const int dims = warp_ * kPvParts + i % kPvParts;
-      ptx::ldmatrix_x4_trans(word[0], at + at_64_dims(even_, dims));
-      ptx::ldmatrix_x4_trans(word[1], at + at_64_dims(odd_, dims));
+      ptx::ldmatrix_x4_trans(word[0], at + at_64_dims(even, dims));
+      ptx::ldmatrix_x4_trans(word[1], at + at_64_dims(even ^ 2 * kChunkBytes, dims));
     };
     const auto widen = [&](uint32_t (&to)[4][4]) {
 #pragma unroll
@@ -518,42 +539,62 @@ class Attend {
 
   // Writes the item's rows: to `out` and `lse` if it saw all their KV, else to its partial slot.
   MLA_DEVICE void finish(const WorkItem& item) {
-#pragma unroll
-    for (int n = 0; n < kSumRowTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = sum_[n][c];
-        if constexpr (T::kWgmma) {
-          if (g_ % (8 / T::kQkRowTiles) == 0) {
-            ptx::st_shared(sum_address(token_group_, qk_row(sum_row_tile(), c)), x);
-          }
-        } else {
-          x += ptx::shuffle_xor(x, 4);
-          x += ptx::shuffle_xor(x, 8);
-          x += ptx::shuffle_xor(x, 16);
-          if (g_ == 0) ptx::st_shared(sum_address(token_group_, qk_row(n, c)), x);
-        }
+    store_sums();
+    ptx::sync_block();
+    if constexpr (T::kWgmma) {
+      // What all threads do here once, for many rows, should be little code: it is slow to fetch.
+      const int row = late(ptx::thread_index());
+      if (row < T::kRows) ptx::st_shared(row_end_address(row), row_end(item, row).cell());
+      ptx::sync_block();
+      if (p_.q_is_bf16 && item.partial < 0) {
+        store_rows<true>();
+      } else {
+        store_rows<false>();
       }
-    ptx::sync_block();
-    const int row = ptx::thread_index();
-    if (row < T::kRows) {
-      RowEnd end = {};
-      if (row < item.rows) end = end_row(item, row);
-      ptx::st_shared(row_end_address(row), end.cell());
-    }
-    ptx::sync_block();
-    if (T::kGroupScales && item.partial >= 0) {
-      store_rows<OutType::kFloat>();
-    } else if (p_.q_is_bf16 && item.partial < 0) {
-      store_rows<OutType::kBf16>();
     } else {
-      store_rows<OutType::kF16>();
+      float unit = Widen<F, D>::kScale;
+      if constexpr (T::kGroupScales)
+        unit *= ptx::as_float(static_cast<uint32_t>(out_exponent_ + 127) << 23);
+#pragma unroll
+      for (int n = 0; n < T::kRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int row = 8 * n + 2 * t_ + c;
+          if (row >= item.rows) continue;
+          const float sum = row_sum(row);
+          const float scale = sum == 0.f ? 0.f : ptx::divide(unit, sum);
+          if (item.partial < 0) {
+            store_out(item, row, n, c, scale * p_.out_scale);
+          } else {
+            store_partial(item, row, n, c, scale);
+          }
+        }
+    }
+    // One thread a row writes its statistics.
+    const int row = ptx::thread_index();
+    if (row < item.rows) {
+      float reference;
+      ptx::ld_shared(reference, row_state(row) + 4);
+      const float sum = row_sum(row);
+      if (item.partial >= 0) {
+        float* stat = p_.partial_stat + (int64_t{item.partial} * T::kRows + row) * 2;
+        ptx::st_global(reinterpret_cast<ptx::U2*>(stat),
+                       ptx::U2{ptx::as_bits(reference), ptx::as_bits(sum)});
+      } else if (p_.lse != nullptr) {
+        const float lse = sum == 0.f ? kMasked : reference + ptx::log2(sum);
+        ptx::st_global(p_.lse + (int64_t{item.q_begin} * p_.heads.value + item.row_begin + row),
+                       lse * p_.lse_scale);
+      }
     }
     ptx::sync_block();
   }
 
  private:
   static constexpr int kNoExponent = -126;
+
+  // v, in a way that keeps the compiler from computing what depends on it before the loops: beside
+  // wgmma's registers that would spill.
+  static MLA_DEVICE int late(int v) { return T::kWgmma ? ptx::not_hoisted(v) : v; }
 
   template <class Array>
   static MLA_DEVICE void zero(Array& a) {
@@ -572,20 +613,14 @@ class Attend {
   // ---- addresses
   // Known to the compiler, so that no piece has two loads to choose from: the second would wait for
   // the first (measured: 8 heads: 1.6 us more for a request of 500 tokens).
-  static MLA_DEVICE constexpr bool is_pe(int i) {
-    return i * T::kWarpsPerRowTile >= T::kCkvSteps / 2;
-  }
-  // Pieces are two k-steps each.
-  MLA_DEVICE int q_piece(int i) const { return i * T::kWarpsPerRowTile + warp_ / T::kRowTiles; }
-  MLA_DEVICE bool has_piece(int i) const {
-    return T::kQkSteps / 2 % T::kWarpsPerRowTile == 0 || q_piece(i) < T::kQkSteps / 2;
-  }
+  static MLA_DEVICE constexpr bool is_pe(int i) { return i * T::kWarpsPerRowTile >= T::kCkvSteps; }
+  MLA_DEVICE int q_step(int i) const { return i * T::kWarpsPerRowTile + warp_ / T::kRowTiles; }
   // Fragments of two row tiles of a k-step lie together (of two k-steps, where there is one row
   // tile only), so that one 16-byte load brings both.
-  MLA_DEVICE uint32_t q_address(int step, int row_tile, int lane) const {
+  MLA_DEVICE uint32_t q_address(int step, int row_tile) const {
     const int pair = T::kRowTiles == 1 ? step >> 1 : step * (T::kRowTiles / 2) + (row_tile >> 1);
     const int half = T::kRowTiles == 1 ? step & 1 : row_tile & 1;
-    return shared_ + T::kQOffset + (pair * 32 + lane) * 16 + half * 8;
+    return shared_ + T::kQOffset + (pair * 32 + lane_) * 16 + half * 8;
   }
   // even_ or odd_, in the 64 dims `i` of a row.
   static MLA_DEVICE uint32_t at_64_dims(uint32_t at, int i) {
@@ -656,9 +691,8 @@ class Attend {
     uint32_t pair = 0;
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
-      for (const uint32_t x : {q_[i].x, q_[i].y, q_[i].z, q_[i].w}) {
-        pair = ptx::max_bf16x2(pair, x & 0x7fff7fffu);
-      }
+      pair = ptx::max_bf16x2(pair, q_[i].x & 0x7fff7fffu);
+      pair = ptx::max_bf16x2(pair, q_[i].y & 0x7fff7fffu);
     }
     pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 1));
     pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 2));
@@ -689,34 +723,14 @@ class Attend {
     }
     return shared_ + T::kPOffset + (2 * block + half) * kCoreRow;
   }
-  // Four neighbouring elements of Q as lane t's fragment of a k-step.
-  static MLA_DEVICE ptx::U2 bf16_fragment(uint32_t a, uint32_t b, float scale) {
-    const float x[4] = {ptx::as_float(a << 16) * scale, ptx::as_float(a & 0xffff0000u) * scale,
-                        ptx::as_float(b << 16) * scale, ptx::as_float(b & 0xffff0000u) * scale};
-    constexpr bool kAlternate = Widen<F, D>::kAlternatePairs;
-    return {ptx::pack_f16x2(x[0], x[kAlternate ? 2 : 1]),
-            ptx::pack_f16x2(x[kAlternate ? 1 : 2], x[3])};
-  }
-  static MLA_DEVICE ptx::U2 f16_fragment(uint32_t a, uint32_t b) {
-    if constexpr (!Widen<F, D>::kAlternatePairs) return {a, b};
-    return {ptx::byte_permute(a, b, 0x5410), ptx::byte_permute(a, b, 0x7632)};
-  }
-  // This thread's elements of piece i, which are the fragments of lanes t and t + 1, t even.
-  MLA_DEVICE void store_q(int i, ptx::U2 first, ptx::U2 second) const {
-    if (!has_piece(i)) return;
-    const int step = 2 * q_piece(i) + (t_ >> 1), row_tile = warp_ % T::kRowTiles;
-    const int lane = 4 * g_ + 2 * (t_ & 1);
+  MLA_DEVICE void store_q(int step, int row_tile, ptx::U2 fragment) const {
     if constexpr (T::kWgmma) {
       const uint32_t a =
-          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane;
-      ptx::st_shared(a, ptx::U2{first.x, second.x});
-      ptx::st_shared(a + kCoreRow, ptx::U2{first.y, second.y});
+          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane_;
+      ptx::st_shared(a, fragment.x);
+      ptx::st_shared(a + kCoreRow, fragment.y);
     } else {
-      // The lanes of the two k-steps in different order, for the banks.
-      const bool turn = t_ >> 1;
-      const uint32_t a = q_address(step, row_tile, lane);
-      ptx::st_shared(a + (turn ? 16 : 0), turn ? second : first);
-      ptx::st_shared(a + (turn ? 0 : 16), turn ? first : second);
+      ptx::st_shared(q_address(step, row_tile), fragment);
     }
   }
 
@@ -724,7 +738,7 @@ class Attend {
   MLA_DEVICE void load_q_fragments(int pair, uint32_t (&q)[2][T::kQkRowTiles][2]) const {
     ptx::U4 v;
     if constexpr (T::kQkRowTiles == 1) {
-      ptx::ld_shared(v, q_address(2 * pair, 0, lane_));
+      ptx::ld_shared(v, q_address(2 * pair, 0));
       q[0][0][0] = v.x;
       q[0][0][1] = v.y;
       q[1][0][0] = v.z;
@@ -734,7 +748,7 @@ class Attend {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < T::kQkRowTiles; n += 2) {
-          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n, lane_));
+          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n));
           q[half][n][0] = v.x;
           q[half][n][1] = v.y;
           q[half][n + 1][0] = v.z;
@@ -763,8 +777,8 @@ class Attend {
   MLA_DEVICE void store_maxima() const {
 #pragma unroll
     for (int n = 0; n < T::kQkRowTiles; ++n) {
-      float factor[2];
-      load_factor(n, factor);
+      float factor[2], reference[2];
+      load_row_state(n, factor, reference);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float x = kMasked;
@@ -789,7 +803,7 @@ class Attend {
     for (int c = 0; c < 2; ++c) {
       const int row = 8 * n + 2 * t_ + c;
       float old, x[Groups];
-      ptx::ld_shared(old, shared_ + T::kRowMaxOffset + 4 * row);
+      ptx::ld_shared(old, row_state(row) + 4);
       read_cells(tile_max_address(first_group, row), x);
       raised[c] = old;
 #pragma unroll
@@ -824,45 +838,40 @@ class Attend {
   // Whose sums this lane has.
   MLA_DEVICE int sum_row_tile() const { return g_ / (8 / T::kQkRowTiles); }
 
-  // The references and factors of two rows. They stay in shared memory where wgmma needs the
+  // The factors and references of two rows. They stay in shared memory where wgmma needs the
   // registers.
-  MLA_DEVICE void load_reference(int n, float (&reference)[2]) const {
+  MLA_DEVICE void load_row_state(int n, float (&factor)[2], float (&reference)[2]) const {
     if constexpr (T::kWgmma) {
-      ptx::U2 v;
-      ptx::ld_shared(v, shared_ + T::kRowMaxOffset + 4 * qk_row(n, 0));
-      reference[0] = ptx::as_float(v.x);
-      reference[1] = ptx::as_float(v.y);
+      read_row_state(n, factor, reference);
     } else {
-      reference[0] = reference_[n][0];
-      reference[1] = reference_[n][1];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        factor[c] = factor_[n][c];
+        reference[c] = reference_[n][c];
+      }
     }
   }
-  MLA_DEVICE void load_factor(int n, float (&factor)[2]) const {
-    if constexpr (T::kWgmma) {
-      read_factor(n, factor);
-    } else {
-      factor[0] = factor_[n][0];
-      factor[1] = factor_[n][1];
-    }
-  }
-  MLA_DEVICE void read_factor(int n, float (&factor)[2]) const {
-    ptx::U2 v;
-    ptx::ld_shared(v, shared_ + T::kFactorOffset + 4 * qk_row(n, 0));
+  MLA_DEVICE void read_row_state(int n, float (&factor)[2], float (&reference)[2]) const {
+    ptx::U4 v;
+    ptx::ld_shared(v, row_state(qk_row(n, 0)));
     factor[0] = ptx::as_float(v.x);
-    factor[1] = ptx::as_float(v.y);
+    reference[0] = ptx::as_float(v.y);
+    factor[1] = ptx::as_float(v.z);
+    reference[1] = ptx::as_float(v.w);
   }
+  MLA_DEVICE uint32_t row_state(int row) const { return shared_ + T::kRowStateOffset + 8 * row; }
 
-  MLA_DEVICE void store_p(int slot, int b, int n, const float (&p)[4]) const {
+  MLA_DEVICE void store_p(int slot, int b, int n, const uint32_t (&p)[2]) const {
     if constexpr (T::kWgmma) {
       const uint32_t core = n * kCoreBytes + 4 * lane_;
-      ptx::st_shared(p_cores(slot, token_group_, 0) + core, ptx::pack_f16x2(p[0], p[1]));
-      ptx::st_shared(p_cores(slot, token_group_, 1) + core, ptx::pack_f16x2(p[2], p[3]));
+      ptx::st_shared(p_cores(slot, token_group_, 0) + core, p[0]);
+      ptx::st_shared(p_cores(slot, token_group_, 1) + core, p[1]);
       return;
     }
     const uint32_t a = shared_ + T::kPOffset + qk_token(b) * T::kPRowBytes +
                        p_chunk(g_, row_group_ * T::kQkRowTiles + n) + 4 * t_;
-    ptx::st_shared(a, ptx::pack_f16x2(p[0], p[1]));
-    ptx::st_shared(a + 8 * T::kPRowBytes, ptx::pack_f16x2(p[2], p[3]));
+    ptx::st_shared(a, p[0]);
+    ptx::st_shared(a + 8 * T::kPRowBytes, p[1]);
   }
 
   // ---- group scales: row token of S^T, k index of the second product
@@ -945,11 +954,34 @@ class Attend {
   }
 
   // ---- results
-  // Where a row goes (nullptr: nowhere), and what it is multiplied by. The rows' are in the place
-  // of Q; worked out by one thread a row, so that those which write have little code, which runs
-  // once and so is slow to fetch.
+  MLA_DEVICE void store_sums() const {
+    if constexpr (T::kWgmma) {
+      const int lane = late(lane_);
+      constexpr int kLanes = 32 / T::kQkRowTiles;  // of one row tile
+      if (lane % kLanes < 4) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int row = lane / kLanes * 8 + 2 * (lane & 3) + c;
+          ptx::st_shared(sum_address(token_group_, row), sum_[0][c]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < T::kQkRowTiles; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float x = sum_[n][c];
+          x += ptx::shuffle_xor(x, 4);
+          x += ptx::shuffle_xor(x, 8);
+          x += ptx::shuffle_xor(x, 16);
+          if (g_ == 0) ptx::st_shared(sum_address(token_group_, qk_row(n, c)), x);
+        }
+    }
+  }
+
+  // Where a row goes (nullptr: nowhere), and what it is multiplied by, in the place of Q.
   struct RowEnd {
-    uint8_t* to;
+    uint16_t* to;
     float scale;
     MLA_DEVICE ptx::U4 cell() const {
       const auto address = reinterpret_cast<uint64_t>(to);
@@ -957,43 +989,28 @@ class Attend {
               ptx::as_bits(scale), 0};
     }
     static MLA_DEVICE RowEnd of(const ptx::U4& cell) {
-      return {reinterpret_cast<uint8_t*>(uint64_t{cell.y} << 32 | cell.x), ptx::as_float(cell.z)};
+      return {reinterpret_cast<uint16_t*>(uint64_t{cell.y} << 32 | cell.x), ptx::as_float(cell.z)};
     }
   };
   MLA_DEVICE uint32_t row_end_address(int row) const { return shared_ + T::kQOffset + 16 * row; }
 
-  // Also writes the row's statistics.
-  MLA_DEVICE RowEnd end_row(const WorkItem& item, int row) const {
-    float reference;
-    ptx::ld_shared(reference, shared_ + T::kRowMaxOffset + 4 * row);
+  MLA_DEVICE RowEnd row_end(const WorkItem& item, int row) const {
+    if (row >= item.rows) return {};
     const float sum = row_sum(row);
     const float scale = sum == 0.f ? 0.f : ptx::divide(Widen<F, D>::kScale, sum);
     if (item.partial >= 0) {
-      const int64_t partial_row = int64_t{item.partial} * T::kRows + row;
-      ptx::st_global(reinterpret_cast<ptx::U2*>(p_.partial_stat + partial_row * 2),
-                     ptx::U2{ptx::as_bits(reference), ptx::as_bits(sum)});
-      constexpr int kBytes = kCkvDim * (T::kGroupScales ? sizeof(float) : sizeof(uint16_t));
-      return {static_cast<uint8_t*>(p_.partial_out) + partial_row * kBytes, scale};
+      return {static_cast<uint16_t*>(p_.partial_out) +
+                  (int64_t{item.partial} * T::kRows + row) * kCkvDim,
+              scale};
     }
-    if (p_.lse != nullptr) {
-      const float lse = sum == 0.f ? kMasked : reference + ptx::log2(sum);
-      ptx::st_global(p_.lse + (int64_t{item.q_begin} * p_.heads.value + item.row_begin + row),
-                     lse * p_.lse_scale);
-    }
-    uint16_t* out = p_.out + row_offset(p_, item.q_begin, item.row_begin + row,
-                                        p_.out_token_stride, p_.out_head_stride);
-    return {reinterpret_cast<uint8_t*>(out), scale * p_.out_scale};
+    return {p_.out + row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride,
+                                p_.out_head_stride),
+            scale * p_.out_scale};
   }
 
-  enum class OutType { kF16, kBf16, kFloat };
-  template <OutType Type>
+  template <bool Bf16>
   MLA_DEVICE void store_rows() const {
-    float unit = 1.f;
-    if constexpr (T::kGroupScales) {
-      unit = ptx::as_float(static_cast<uint32_t>(out_exponent_ + 127) << 23);
-    }
-    constexpr int kBytes = Type == OutType::kFloat ? 4 : 2;
-    const int first = (warp_ * T::kWarpDims + 2 * g_) * kBytes;
+    const int first = warp_ * T::kWarpDims + 2 * late(g_);
 #pragma unroll
     for (int n = 0; n < T::kRowTiles; ++n)
 #pragma unroll
@@ -1002,21 +1019,43 @@ class Attend {
         ptx::ld_shared(cell, row_end_address(8 * n + 2 * t_ + c));
         const RowEnd end = RowEnd::of(cell);
         if (end.to == nullptr) continue;
-        const float scale = end.scale * unit;
 #pragma unroll
         for (int d = 0; d < T::kDimBlocks; ++d) {
-          uint8_t* to = end.to + first + 16 * d * kBytes;
-          const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
-          if constexpr (Type == OutType::kFloat) {
-            ptx::st_global(reinterpret_cast<ptx::U2*>(to),
-                           ptx::U2{ptx::as_bits(lo), ptx::as_bits(hi)});
-          } else {
-            ptx::st_global(reinterpret_cast<uint32_t*>(to), Type == OutType::kBf16
-                                                                ? ptx::pack_bf16x2(lo, hi)
-                                                                : ptx::pack_f16x2(lo, hi));
-          }
+          const float lo = out_[d][n][c] * end.scale, hi = out_[d][n][c + 2] * end.scale;
+          ptx::st_global(reinterpret_cast<uint32_t*>(end.to + first + 16 * d),
+                         Bf16 ? ptx::pack_bf16x2(lo, hi) : ptx::pack_f16x2(lo, hi));
         }
       }
+  }
+
+  MLA_DEVICE void store_out(const WorkItem& item, int row, int n, int c, float scale) const {
+    uint16_t* out =
+        p_.out + warp_ * T::kWarpDims + 2 * g_ +
+        row_offset(p_, item.q_begin, item.row_begin + row, p_.out_token_stride, p_.out_head_stride);
+#pragma unroll
+    for (int d = 0; d < T::kDimBlocks; ++d) {
+      const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
+      ptx::st_global(reinterpret_cast<uint32_t*>(out + 16 * d),
+                     p_.q_is_bf16 ? ptx::pack_bf16x2(lo, hi) : ptx::pack_f16x2(lo, hi));
+    }
+  }
+
+  MLA_DEVICE void store_partial(const WorkItem& item, int row, int n, int c, float scale) const {
+    const int64_t at =
+        (int64_t{item.partial} * T::kRows + row) * kCkvDim + warp_ * T::kWarpDims + 2 * g_;
+#pragma unroll
+    for (int d = 0; d < T::kDimBlocks; ++d) {
+      const float lo = out_[d][n][c] * scale, hi = out_[d][n][c + 2] * scale;
+      if constexpr (T::kGroupScales) {
+        ptx::st_global(
+            reinterpret_cast<ptx::U2*>(static_cast<float*>(p_.partial_out) + at + 16 * d),
+            ptx::U2{ptx::as_bits(lo), ptx::as_bits(hi)});
+      } else {
+        ptx::st_global(
+            reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p_.partial_out) + at + 16 * d),
+            ptx::pack_f16x2(lo, hi));
+      }
+    }
   }
 
   const Params& p_;
@@ -1025,7 +1064,7 @@ class Attend {
   int token_group_, row_group_;
   uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
 
-  ptx::U4 q_[T::kQPieces];
+  ptx::U2 q_[T::kQPieces];
   float factor_[T::kQkRowTiles][2];     // score units of a row to base-2 logits
   float reference_[T::kQkRowTiles][2];  // the same in all warps of a row group
   float score_[T::kQkBlocks][T::kQkRowTiles][4];

@@ -57,9 +57,10 @@ struct Tile {
   static constexpr int kWarpTokens = Tokens / Warps;
   static constexpr bool kOwnLoads = kWarpTokens == 16 && kTokenGroups == Warps;
 
-  // Q: warps that stage the same 8 rows, and pieces of 32 dims that one of them does at most.
+  // Q: warps that stage the same 8 rows.
   static constexpr int kWarpsPerRowTile = Warps / kRowTiles;
-  static constexpr int kQPieces = (kQkSteps / 2 + kWarpsPerRowTile - 1) / kWarpsPerRowTile;
+  static constexpr int kQPieces =
+      kQkSteps / kWarpsPerRowTile;  // 4-element pieces of a row a lane stages
 
   // Shared memory. The 576 B row stride (also without kpe) puts rows 2j and 2j+1 half a bank line
   // apart; XOR of bits 1..2 of the row into the low bits of the chunk spreads the four pairs: both
@@ -88,12 +89,12 @@ struct Tile {
   static constexpr bool kLocationInP = kOwnLoads && kLocationBytes <= kPBytes;
   static constexpr int kLocationOffset = kLocationInP ? kPOffset : kIndexOffset + 4 * Tokens;
   static constexpr int kLocationStride = (kLocationInP ? kPBytes : kLocationBytes) / Warps;
-  static constexpr int kRowMaxOffset =
-      kIndexOffset + 4 * Tokens + (kLocationInP ? 0 : kLocationBytes);  // float [rows]
-  static constexpr int kFactorOffset = kRowMaxOffset + 4 * Rows;        // float [rows]
+  // {score units to base-2 logits, reference}: float [rows][2]
+  static constexpr int kRowStateOffset =
+      kIndexOffset + 4 * Tokens + (kLocationInP ? 0 : kLocationBytes);
   // Never in use at the same time: the tile's maxima and the item's sums (float [rows][token
   // groups]), Q's maxima (float [rows][warps of a row]). Staggered, the former take the place of P.
-  static constexpr int kCellsOffset = kFactorOffset + 4 * Rows;
+  static constexpr int kCellsOffset = kRowStateOffset + 8 * Rows;
   static constexpr int kTileMaxOffset = kStaggered ? kPOffset : kCellsOffset;
   static constexpr int kSumOffset = kTileMaxOffset;
   static constexpr int kQMaxOffset = kCellsOffset;
@@ -115,8 +116,9 @@ struct Tile {
   // barrier before its use.
   static_assert(Slots == 2 || (Slots == 3 && !kOwnLoads),
                 "the ring holds two tiles, or three if warps share loads");
-  static_assert(Warps % kRowTiles == 0 && kCkvSteps / 2 % kWarpsPerRowTile == 0,
-                "each warp stages equal shares of one row tile of q_nope");
+  static_assert(Warps % kRowTiles == 0 && kQkSteps % kWarpsPerRowTile == 0 &&
+                    kCkvSteps % kWarpsPerRowTile == 0,
+                "each warp stages a whole share of one row tile of Q, of both its parts");
   static_assert(!GroupScales || kScaleGroupDims % kWarpDims == 0,
                 "a warp's dims must lie in one scale group");
 };
