@@ -44,20 +44,23 @@ class Attend {
 
   // ---- Q
 
-  // Fetches this thread's share of Q: 4 neighbouring elements of one row at every k-step it owns.
+  // Fetches this thread's share of Q: 8 neighbouring elements of one row in every piece it owns.
   MLA_DEVICE void load_q(const WorkItem& item) {
-    const int row = 8 * (warp_ % T::kRowTiles) + g_;
+    const int row = 8 * (q_row_tile()) + g_;
     const auto piece = [&](const uint16_t* q, int64_t token_stride, int64_t head_stride) {
-      return q + 4 * t_ +
+      return q + 8 * t_ +
              row_offset(p_, item.q_begin, item.row_begin + row, token_stride, head_stride);
     };
     const uint16_t* nope = piece(p_.q_nope, p_.q_nope_token_stride, p_.q_nope_head_stride);
     const uint16_t* pe = piece(p_.q_pe, p_.q_pe_token_stride, p_.q_pe_head_stride);
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
-      q_[i] = {0, 0};
-      const uint16_t* q = is_pe(i) ? pe + 16 * (q_step(i) - T::kCkvSteps) : nope + 16 * q_step(i);
-      if (row < item.rows) q_[i] = ptx::ld_const(reinterpret_cast<const ptx::U2*>(q));
+      q_[i] = {0, 0, 0, 0};
+      const int piece = q_piece(i);
+      const uint16_t* q = is_pe(i) ? pe + 32 * (piece - T::kCkvSteps / 2) : nope + 32 * piece;
+      if (row < item.rows && has_piece(i)) {
+        q_[i] = ptx::ld_const(reinterpret_cast<const ptx::U4*>(q));
+      }
     }
   }
 
@@ -70,28 +73,13 @@ class Attend {
       const float scale_up = q_scale(scale_down);
 #pragma unroll
       for (int i = 0; i < T::kQPieces; ++i) {
-        float x[4];
-        x[0] = ptx::as_float(q_[i].x << 16) * scale_up;
-        x[1] = ptx::as_float(q_[i].x & 0xffff0000u) * scale_up;
-        x[2] = ptx::as_float(q_[i].y << 16) * scale_up;
-        x[3] = ptx::as_float(q_[i].y & 0xffff0000u) * scale_up;
-        ptx::U2 fragment;
-        if constexpr (Widen<F, D>::kAlternatePairs) {
-          fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};
-        } else {
-          fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};
-        }
-        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
+        store_q(i, bf16_fragment(q_[i].x, q_[i].y, scale_up),
+                bf16_fragment(q_[i].z, q_[i].w, scale_up));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < T::kQPieces; ++i) {
-        ptx::U2 fragment = q_[i];
-        if constexpr (Widen<F, D>::kAlternatePairs) {
-          fragment = {ptx::byte_permute(q_[i].x, q_[i].y, 0x5410),
-                      ptx::byte_permute(q_[i].x, q_[i].y, 0x7632)};
-        }
-        store_q(q_step(i), warp_ % T::kRowTiles, fragment);
+        store_q(i, f16_fragment(q_[i].x, q_[i].y), f16_fragment(q_[i].z, q_[i].w));
       }
     }
     if (warp_ < T::kRowTiles && t_ == 0) {
@@ -573,9 +561,9 @@ class Attend {
     // One thread a row writes its statistics.
     const int row = ptx::thread_index();
     if (row < item.rows) {
-      float reference;
-      ptx::ld_shared(reference, row_state(row) + 4);
-      const float sum = row_sum(row);
+      ptx::U2 state;
+      ptx::ld_shared(state, row_state(row));
+      const float reference = ptx::as_float(state.y), sum = row_sum(row);
       if (item.partial >= 0) {
         float* stat = p_.partial_stat + (int64_t{item.partial} * T::kRows + row) * 2;
         ptx::st_global(reinterpret_cast<ptx::U2*>(stat),
@@ -613,14 +601,26 @@ class Attend {
   // ---- addresses
   // Known to the compiler, so that no piece has two loads to choose from: the second would wait for
   // the first (measured: 8 heads: 1.6 us more for a request of 500 tokens).
-  static MLA_DEVICE constexpr bool is_pe(int i) { return i * T::kWarpsPerRowTile >= T::kCkvSteps; }
-  MLA_DEVICE int q_step(int i) const { return i * T::kWarpsPerRowTile + warp_ / T::kRowTiles; }
+  static MLA_DEVICE constexpr bool is_pe(int i) {
+    return i * T::kWarpsPerRowTile >= T::kCkvSteps / 2;
+  }
+  // The row tile a warp stages, and which of the warps that share it that is.
+  MLA_DEVICE int q_row_tile() const {
+    return T::kWarpsPerRowTile == 1 ? warp_ : warp_ % T::kRowTiles;
+  }
+  MLA_DEVICE int q_part() const { return T::kWarpsPerRowTile == 1 ? 0 : warp_ / T::kRowTiles; }
+  // Pieces are two k-steps each.
+  MLA_DEVICE int q_piece(int i) const { return i * T::kWarpsPerRowTile + q_part(); }
+  MLA_DEVICE bool has_piece(int i) const {
+    constexpr int kPieces = T::kQkSteps / 2;
+    return (i + 1) * T::kWarpsPerRowTile <= kPieces || q_piece(i) < kPieces;
+  }
   // Fragments of two row tiles of a k-step lie together (of two k-steps, where there is one row
   // tile only), so that one 16-byte load brings both.
-  MLA_DEVICE uint32_t q_address(int step, int row_tile) const {
+  MLA_DEVICE uint32_t q_address(int step, int row_tile, int lane) const {
     const int pair = T::kRowTiles == 1 ? step >> 1 : step * (T::kRowTiles / 2) + (row_tile >> 1);
     const int half = T::kRowTiles == 1 ? step & 1 : row_tile & 1;
-    return shared_ + T::kQOffset + (pair * 32 + lane_) * 16 + half * 8;
+    return shared_ + T::kQOffset + (pair * 32 + lane) * 16 + half * 8;
   }
   // even_ or odd_, in the 64 dims `i` of a row.
   static MLA_DEVICE uint32_t at_64_dims(uint32_t at, int i) {
@@ -691,16 +691,17 @@ class Attend {
     uint32_t pair = 0;
 #pragma unroll
     for (int i = 0; i < T::kQPieces; ++i) {
-      pair = ptx::max_bf16x2(pair, q_[i].x & 0x7fff7fffu);
-      pair = ptx::max_bf16x2(pair, q_[i].y & 0x7fff7fffu);
+      for (const uint32_t x : {q_[i].x, q_[i].y, q_[i].z, q_[i].w}) {
+        pair = ptx::max_bf16x2(pair, x & 0x7fff7fffu);
+      }
     }
     pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 1));
     pair = ptx::max_bf16x2(pair, ptx::shuffle_xor(pair, 2));
     float largest = ptx::max(ptx::as_float(pair << 16), ptx::as_float(pair & 0xffff0000u));
     if constexpr (T::kWarpsPerRowTile > 1) {  // the row is spread over warps
       const uint32_t cells =
-          shared_ + T::kQMaxOffset + (8 * (warp_ % T::kRowTiles) + g_) * T::kWarpsPerRowTile * 4;
-      if (t_ == 0) ptx::st_shared(cells + warp_ / T::kRowTiles * 4, largest);
+          shared_ + T::kQMaxOffset + (8 * (q_row_tile()) + g_) * T::kWarpsPerRowTile * 4;
+      if (t_ == 0) ptx::st_shared(cells + q_part() * 4, largest);
       ptx::sync_block();
       float x[T::kWarpsPerRowTile];
       read_cells(cells, x);
@@ -723,14 +724,34 @@ class Attend {
     }
     return shared_ + T::kPOffset + (2 * block + half) * kCoreRow;
   }
-  MLA_DEVICE void store_q(int step, int row_tile, ptx::U2 fragment) const {
+  // Four neighbouring elements of Q as lane t's fragment of a k-step.
+  static MLA_DEVICE ptx::U2 bf16_fragment(uint32_t a, uint32_t b, float scale) {
+    const float x[4] = {ptx::as_float(a << 16) * scale, ptx::as_float(a & 0xffff0000u) * scale,
+                        ptx::as_float(b << 16) * scale, ptx::as_float(b & 0xffff0000u) * scale};
+    constexpr bool kAlternate = Widen<F, D>::kAlternatePairs;
+    return {ptx::pack_f16x2(x[0], x[kAlternate ? 2 : 1]),
+            ptx::pack_f16x2(x[kAlternate ? 1 : 2], x[3])};
+  }
+  static MLA_DEVICE ptx::U2 f16_fragment(uint32_t a, uint32_t b) {
+    if constexpr (!Widen<F, D>::kAlternatePairs) return {a, b};
+    return {ptx::byte_permute(a, b, 0x5410), ptx::byte_permute(a, b, 0x7632)};
+  }
+  // This thread's elements of piece i, which are the fragments of lanes t and t + 1, t even.
+  MLA_DEVICE void store_q(int i, ptx::U2 first, ptx::U2 second) const {
+    if (!has_piece(i)) return;
+    const int step = 2 * q_piece(i) + (t_ >> 1), row_tile = q_row_tile();
+    const int lane = 4 * g_ + 2 * (t_ & 1);
     if constexpr (T::kWgmma) {
       const uint32_t a =
-          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane_;
-      ptx::st_shared(a, fragment.x);
-      ptx::st_shared(a + kCoreRow, fragment.y);
+          shared_ + T::kQOffset + 2 * step * kCoreRow + row_tile * kCoreBytes + 4 * lane;
+      ptx::st_shared(a, ptx::U2{first.x, second.x});
+      ptx::st_shared(a + kCoreRow, ptx::U2{first.y, second.y});
     } else {
-      ptx::st_shared(q_address(step, row_tile), fragment);
+      // The lanes of the two k-steps in different order, for the banks.
+      const bool turn = t_ & 2;
+      const uint32_t a = q_address(step, row_tile, lane);
+      ptx::st_shared(a + (turn ? 16 : 0), turn ? second : first);
+      ptx::st_shared(a + (turn ? 0 : 16), turn ? first : second);
     }
   }
 
@@ -738,7 +759,7 @@ class Attend {
   MLA_DEVICE void load_q_fragments(int pair, uint32_t (&q)[2][T::kQkRowTiles][2]) const {
     ptx::U4 v;
     if constexpr (T::kQkRowTiles == 1) {
-      ptx::ld_shared(v, q_address(2 * pair, 0));
+      ptx::ld_shared(v, q_address(2 * pair, 0, lane_));
       q[0][0][0] = v.x;
       q[0][0][1] = v.y;
       q[1][0][0] = v.z;
@@ -748,7 +769,7 @@ class Attend {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < T::kQkRowTiles; n += 2) {
-          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n));
+          ptx::ld_shared(v, q_address(2 * pair + half, row_group_ * T::kQkRowTiles + n, lane_));
           q[half][n][0] = v.x;
           q[half][n][1] = v.y;
           q[half][n + 1][0] = v.z;
@@ -1064,7 +1085,7 @@ class Attend {
   int token_group_, row_group_;
   uint32_t even_, odd_;  // this lane's ldmatrix row at chunks 0/1 and 2/3 of 16 tokens
 
-  ptx::U2 q_[T::kQPieces];
+  ptx::U4 q_[T::kQPieces];
   float factor_[T::kQkRowTiles][2];     // score units of a row to base-2 logits
   float reference_[T::kQkRowTiles][2];  // the same in all warps of a row group
   float score_[T::kQkBlocks][T::kQkRowTiles][4];

@@ -57,10 +57,9 @@ struct Tile {
   static constexpr int kWarpTokens = Tokens / Warps;
   static constexpr bool kOwnLoads = kWarpTokens == 16 && kTokenGroups == Warps;
 
-  // Q: warps that stage the same 8 rows.
+  // Q: warps that stage the same 8 rows, and pieces of 32 dims that one of them does at most.
   static constexpr int kWarpsPerRowTile = Warps / kRowTiles;
-  static constexpr int kQPieces =
-      kQkSteps / kWarpsPerRowTile;  // 4-element pieces of a row a lane stages
+  static constexpr int kQPieces = (kQkSteps / 2 + kWarpsPerRowTile - 1) / kWarpsPerRowTile;
 
   // Shared memory. The 576 B row stride (also without kpe) puts rows 2j and 2j+1 half a bank line
   // apart; XOR of bits 1..2 of the row into the low bits of the chunk spreads the four pairs: both
@@ -116,9 +115,8 @@ struct Tile {
   // barrier before its use.
   static_assert(Slots == 2 || (Slots == 3 && !kOwnLoads),
                 "the ring holds two tiles, or three if warps share loads");
-  static_assert(Warps % kRowTiles == 0 && kQkSteps % kWarpsPerRowTile == 0 &&
-                    kCkvSteps % kWarpsPerRowTile == 0,
-                "each warp stages a whole share of one row tile of Q, of both its parts");
+  static_assert(Warps % kRowTiles == 0 && kCkvSteps / 2 % kWarpsPerRowTile == 0,
+                "each warp stages equal shares of one row tile of q_nope");
   static_assert(!GroupScales || kScaleGroupDims % kWarpDims == 0,
                 "a warp's dims must lie in one scale group");
 };
