@@ -219,13 +219,13 @@ def parse_report(report: str) -> list[Entry]:
 
 def _variant(name: str, tile: str) -> str:
     """What tells a kernel from the others of a module, out of its full C++ name."""
-    kernel = re.search(r"mla_fp8kv::(\w+?)(_kernel)?<", name)
+    kernel = re.search(r"mla_fp8kv::(\w+?)(_staggered)?(_kernel)?<", name)
     if not kernel:
         raise BuildError(f"'resources' does not know the kernel {name}.")
     arguments = re.split(r",\s*", (tile or name[: name.index(">")]).partition("<")[2].rstrip(">"))
     rows = int(arguments[0].rpartition("<")[2])
     if "WgmmaTile<" in tile:
-        return f"{kernel[1]} {rows:2} rows, {arguments[2]} slots, wgmma"
+        return f"{kernel[1]} {rows:2} rows, wgmma"
     scaled = arguments[7 if tile else -1] == "true"
     slots = f", {arguments[3]} slots" if tile else ""
     wide = ", wide" if tile and (rows, arguments[1]) == (32, "8") else ""

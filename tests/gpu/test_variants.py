@@ -68,11 +68,11 @@ def test_kernels_are_found_in_a_library(tmp_path):
     attention = b"_ZN9mla_fp8kv16attention_kernel" + tile
     merge = b"_ZN9mla_fp8kv12merge_kernelILi64ELb1EEEvNS_6ParamsE"
     stub = b"_ZZL124__device_stub_" + attention % (8, 0) + b"RKN9mla_fp8kv6ParamsEE5__tmp"
-    wgmma = b"INS_9WgmmaTileILi%dELi8ELi3ELi1ELi64ELb%dEEELNS_6FormatE0ELb1EEEvNS_6ParamsE"
-    plain = b"_ZN9mla_fp8kv16attention_kernel" + wgmma % (32, 0)
-    overlapped = b"_ZN9mla_fp8kv27attention_overlapped_kernel" + wgmma % (64, 1)
+    wgmma = b"INS_9WgmmaTileILi%dELi8ELi128ELi1ELi64EEELNS_6FormatE0ELb1EEEvNS_6ParamsE"
+    plain = b"_ZN9mla_fp8kv16attention_kernel" + wgmma % 32
+    staggered = b"_ZN9mla_fp8kv26attention_staggered_kernel" + wgmma % 64
     wide = (attention % (32, 0)).replace(b"Li4ELi64", b"Li8ELi64")
-    names = [attention % (8, 0), attention % (16, 1), wide, plain, overlapped, merge, stub]
+    names = [attention % (8, 0), attention % (16, 1), wide, plain, staggered, merge, stub]
     library.write_bytes(b"\0".join(names))
     assert variants.shipped(library) == {
         Kernel("attention", 8, False),
@@ -92,19 +92,18 @@ def test_kernels_are_found_in_a_library(tmp_path):
     [
         (
             "void mla_fp8kv::attention_kernel<"
-            "mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true, false>, "
+            "mla_fp8kv::Tile<16, 4, 64, 2, 1, 2, 64, true>, "
             "(mla_fp8kv::Format)0, false>(mla_fp8kv::Params)",
             Kernel("attention", 16, True),
         ),
         (
-            "void mla_fp8kv::attention_overlapped_kernel<"
-            "mla_fp8kv::WgmmaTile<64, 8, 3, 1, 64, true>, "
+            "void mla_fp8kv::attention_staggered_kernel<mla_fp8kv::WgmmaTile<64, 8, 128, 1, 64>, "
             "(mla_fp8kv::Format)0, true>(mla_fp8kv::Params)",
             Kernel("attention_wgmma", 64, False),
         ),
         (
             "void mla_fp8kv::attention_kernel<mla_fp8kv::Tile<(int)32, (int)8, (int)64, (int)3, "
-            "(int)1, (int)1, (int)64, (bool)0, (bool)0>, (mla_fp8kv::Format)0, (bool)1>",
+            "(int)1, (int)1, (int)64, (bool)0>, (mla_fp8kv::Format)0, (bool)1>",
             Kernel("attention_wide", 32, False),
         ),
         ("void mla_fp8kv::merge_kernel<(int)32, (bool)0>(mla_fp8kv::Params)", ("merge", 32, False)),

@@ -34,6 +34,7 @@ SPLIT = ["test_variants[Rows8, e4m3, grid 40]"]
 SHARED_LOADS = [VARIANT.format("Rows32", "e4m3")]  # its warps read rows that others fetched
 WGMMA = [VARIANT.format("WgmmaRows64", "e4m3")]
 WGMMA_32 = [VARIANT.format("WgmmaRows32", "e4m3")]
+STAGGERED = ["test_staggered[e4m3]"]  # many tiles, references that rise in either half
 TWO_BLOCKS = [VARIANT.format("Rows64", "e4m3")]  # its warps take two token blocks
 
 
@@ -79,22 +80,38 @@ MUTATIONS = [
     Mutation(
         "Q not permuted to the order of the k index",
         "attend.cuh",
-        "fragment = {ptx::pack_f16x2(x[0], x[2]), ptx::pack_f16x2(x[1], x[3])};",
-        "fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};",
+        "constexpr bool kAlternate = Widen<F, D>::kAlternatePairs;",
+        "constexpr bool kAlternate = false;",
         ["test_all_codes_as_key[Rows8-e4m3 placed]"],
     ),
     Mutation(
         "FP16 Q not permuted to the order of the k index",
         "attend.cuh",
-        "{ptx::byte_permute(q_[i].x, q_[i].y, 0x5410),",
-        "{ptx::byte_permute(q_[i].x, q_[i].y, 0x3210),",
+        "{ptx::byte_permute(a, b, 0x5410),",
+        "{ptx::byte_permute(a, b, 0x3210),",
         PLACED,
     ),
     Mutation(
         "Q: the two pairs of a fragment exchanged",
         "attend.cuh",
-        "fragment = {ptx::pack_f16x2(x[0], x[1]), ptx::pack_f16x2(x[2], x[3])};",
-        "fragment = {ptx::pack_f16x2(x[2], x[3]), ptx::pack_f16x2(x[0], x[1])};",
+        "return {ptx::pack_f16x2(x[0], x[kAlternate ? 2 : 1]), "
+        "ptx::pack_f16x2(x[kAlternate ? 1 : 2], x[3])};",
+        "return {ptx::pack_f16x2(x[kAlternate ? 1 : 2], x[3]), "
+        "ptx::pack_f16x2(x[0], x[kAlternate ? 2 : 1])};",
+        E4M3,
+    ),
+    Mutation(
+        "Q: the fragments of two lanes exchanged",
+        "attend.cuh",
+        "const bool turn = t_ & 2;",
+        "const bool turn = false;",
+        ["test_no_bank_conflicts[Rows8-e4m3]"],
+    ),
+    Mutation(
+        "Q: a warp without a piece stores one",
+        "attend.cuh",
+        "if (!has_piece(i)) return;",
+        "",
         E4M3,
     ),
     Mutation(
@@ -215,8 +232,8 @@ MUTATIONS = [
     Mutation(
         "ckv_scale applied twice",
         "attend.cuh",
-        "scale * p_.out_scale",
-        "scale * p_.out_scale * p_.out_scale",
+        "store_out(item, row, n, c, scale * p_.out_scale);",
+        "store_out(item, row, n, c, scale * p_.out_scale * p_.out_scale);",
         ["test_scales[both small, e4m3, Rows8]"],
     ),
     Mutation(
@@ -407,8 +424,8 @@ MUTATIONS = [
     Mutation(
         "barrier after rewriting P dropped",
         "attend.cuh",
-        "softmax(buffer); if constexpr (T::kWgmma) ptx::publish_to_wgmma(); ptx::sync_block();",
-        "softmax(buffer);",
+        "softmax(slot, own); if constexpr (T::kWgmma) ptx::publish_to_wgmma(); ptx::sync_block();",
+        "softmax(slot, own);",
         E4M3,
     ),
     Mutation(
@@ -450,8 +467,8 @@ MUTATIONS = [
     Mutation(
         "partial output into the neighbour's slot",
         "attend.cuh",
-        "(int64_t{item.partial} * T::kRows + row) * kCkvDim",
-        "(int64_t{item.partial ^ 1} * T::kRows + row) * kCkvDim",
+        "(int64_t{item.partial} * T::kRows + row) * kCkvDim + warp_",
+        "(int64_t{item.partial ^ 1} * T::kRows + row) * kCkvDim + warp_",
         SPLIT,
     ),
     Mutation(
@@ -505,8 +522,8 @@ MUTATIONS = [
     ),
     # ---- wgmma
     Mutation(
-        "wgmma: P not published to the tensor core",
-        "overlapped_kernel.cuh",
+        "staggered: P not published to the tensor core",
+        "staggered_kernel.cuh",
         "ptx::publish_to_wgmma();",
         "",
         WGMMA,
@@ -514,15 +531,15 @@ MUTATIONS = [
     Mutation(
         "wgmma: Q not published to the tensor core",
         "attend.cuh",
-        "if constexpr (T::kWgmma) ptx::publish_to_wgmma(); ptx::sync_block(); #pragma unroll",
-        "ptx::sync_block();",
+        "if constexpr (T::kWgmma) ptx::publish_to_wgmma(); ptx::sync_block(); zero(sum_);",
+        "ptx::sync_block(); zero(sum_);",
         WGMMA,
     ),
     Mutation(
         "wgmma: P of one row tile in the place of another",
         "attend.cuh",
-        "(row_group_ * T::kQkRowTiles + n) * kCoreBytes + 4 * lane_;",
-        "(row_group_ * T::kQkRowTiles + (n ^ 1)) * kCoreBytes + 4 * lane_;",
+        "const uint32_t core = n * kCoreBytes + 4 * lane_;",
+        "const uint32_t core = (n ^ 1) * kCoreBytes + 4 * lane_;",
         WGMMA,
     ),
     Mutation(
@@ -542,15 +559,29 @@ MUTATIONS = [
     Mutation(
         "wgmma: scores read before the last group is done",
         "attend.cuh",
-        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); }",
-        "}",
+        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); if constexpr",
+        "if constexpr",
         WGMMA,
     ),
     Mutation(
-        "wgmma: the other warpgroup's rows of Q",
+        "wgmma: kpe written over before all lanes have read it",
         "attend.cuh",
-        "row_group_ * T::kQkRowTiles * kCoreBytes) >> 4",
-        "(row_group_ ^ 1) * T::kQkRowTiles * kCoreBytes) >> 4",
+        "if constexpr (T::kPInKpe) ptx::sync_warp();",
+        "",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: P of the lower tokens not in the place of kpe",
+        "attend.cuh",
+        "half == 0 ? tile_address(slot) + T::kTokens * kCkvDim",
+        "half == 0 ? shared_ + T::kPOffset",
+        WGMMA,
+    ),
+    Mutation(
+        "wgmma: sums of the wrong rows",
+        "attend.cuh",
+        "(up ? upper : lower) + ptx::shuffle_xor(up ? lower : upper, mask)",
+        "(up ? lower : upper) + ptx::shuffle_xor(up ? upper : lower, mask)",
         WGMMA,
     ),
     Mutation(
@@ -575,32 +606,86 @@ MUTATIONS = [
         WGMMA,
     ),
     Mutation(
-        "wgmma: the next tile not waited for",
-        "overlapped_kernel.cuh",
+        "staggered: own rows not waited for",
+        "staggered_kernel.cuh",
         "ptx::cp_async_wait<0>();",
+        "",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: page indices not waited for at an item's end",
+        "staggered_kernel.cuh",
+        "ptx::cp_async_wait<1>();",
+        "",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: refilled before the other warpgroup is done",
+        "staggered_kernel.cuh",
+        "ptx::sync_at<256>(A::kDoneBarrier + own); loader.refill(slot ^ 1); }",
+        "loader.refill(slot ^ 1); }",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: the other half's P not waited for",
+        "staggered_kernel.cuh",
+        "if (own == 0) { ptx::sync_at<256>(A::kReadyBarrier + other);",
+        "if (own == 0) {",
+        WGMMA,
+    ),
+    Mutation(
+        "staggered: done before the other half's output",
+        "staggered_kernel.cuh",
+        "attend.output_wgmma(own == 1 ? slot : slot ^ 1, other); "
+        "ptx::arrive_at<256>(A::kDoneBarrier + other);",
+        "ptx::arrive_at<256>(A::kDoneBarrier + other); "
+        "attend.output_wgmma(own == 1 ? slot : slot ^ 1, other);",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: a warpgroup's own P not waited for",
+        "staggered_kernel.cuh",
+        "exceeds = ptx::sync_at_or<128>(A::kOwnBarrier + own, exceeds);",
+        "exceeds = ptx::any(exceeds);",
+        WGMMA,
+    ),
+    Mutation(
+        "staggered: the output not shrunk when the other half raises references",
+        "staggered_kernel.cuh",
+        "if (attend.raised_by(other)) attend.shrink(other); "
+        "attend.output_wgmma(own == 1 ? slot : slot ^ 1, other);",
+        "attend.output_wgmma(own == 1 ? slot : slot ^ 1, other);",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: a half's sums added before the output is shrunk",
+        "staggered_kernel.cuh",
+        "if (exceeds) attend.shrink(own); attend.add_sums();",
+        "attend.add_sums(); if (exceeds) attend.shrink(own);",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: sums over locations in use",
+        "staggered_kernel.cuh",
+        "ptx::sync_block(); // sums take the place of locations",
+        "",
+        STAGGERED,
+    ),
+    Mutation(
+        "staggered: new references before all have read the old ones",
+        "attend.cuh",
+        "ptx::sync_at<128>(kOwnBarrier + half); // all have read the maxima and the old references",
         "",
         WGMMA,
     ),
     Mutation(
-        "wgmma: refilled from the first tile on",
-        "overlapped_kernel.cuh",
-        "[&] { if (!first_tile) loader.refill(after(next)); }",
-        "[&] { loader.refill(after(next)); }",
-        ["test_no_bank_conflicts[WgmmaRows64-e4m3]"],
-    ),
-    Mutation(
-        "wgmma: the softmax of the next tile into the P in use",
-        "overlapped_kernel.cuh",
-        "attend.softmax(buffer ^ 1, 0, i)",
-        "attend.softmax(buffer, 0, i)",
-        WGMMA,
-    ),
-    Mutation(
-        "wgmma: a barrier that does not hand over P",
-        "overlapped_kernel.cuh",
-        "if (ptx::sync_block_or(exceeds))",
-        "if (ptx::any(exceeds))",
-        WGMMA,
+        "staggered: references not written",
+        "attend.cuh",
+        "if (warp_ % 4 == 0 && g_ == 0) { #pragma unroll for (int n = 0; n < T::kRowTiles; ++n) "
+        "#pragma unroll for (int c = 0; c < 2; ++c) "
+        "ptx::st_shared(row_state(qk_row(n, c)) + 4, raised[n][c]); }",
+        "",
+        STAGGERED,
     ),
     Mutation(
         "wgmma: kpe without its scale",

@@ -23,6 +23,7 @@ from kernel_call import (
     mismatch,
     run,
     to_16_bits,
+    to_fp8,
 )
 
 FIRST, LAST = list(TILES)[0], list(TILES)[-1]
@@ -268,6 +269,22 @@ def test_moving_maximum(tile: str, order: str, kv_tiles: int, grid: int) -> None
     inputs.kpe[inputs.kv_indices, 0, 0] = codes
     inputs.q_pe[..., 0] = to_16_bits(np.full((2, 8), 40.0), True)
     assert mismatch(case, inputs, run(case, inputs), expect(case, inputs)) == ""
+
+
+@pytest.mark.parametrize("variant", ["e4m3", "e5m2", "no kpe"])
+def test_staggered(variant: str) -> None:
+    """Several items of one CTA, whose references rise in halves of either warpgroup."""
+    requests = [(1, 5 * 128 + 70), (1, 128), (2, 300), (1, 64), (1, 3 * 128 + 65)]
+    case = Case(requests, 8, "WgmmaRows64", grid=1, sm_scale=0.05, **VARIANTS[variant])
+    for reverse in (False, True):
+        inputs = make_inputs(dataclasses.replace(case, reverse_warps=reverse))
+        # Dim 0 carries most of the score, and rises by 64 tokens, twice as fast after 192.
+        step = np.arange(len(inputs.kv_indices)) // 64
+        size = np.minimum(step + np.maximum(step - 3, 0), 14) * 2.0
+        inputs.ckv[inputs.kv_indices, 0, 0] = to_fp8(size, case.e5m2)
+        inputs.q_nope[..., 0] = to_16_bits(np.array(80.0), True)
+        outcome = run(dataclasses.replace(case, reverse_warps=reverse), inputs)
+        assert mismatch(case, inputs, outcome, expect(case, inputs)) == ""
 
 
 # ---- whatever else

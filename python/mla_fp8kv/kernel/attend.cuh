@@ -369,8 +369,8 @@ class Attend {
     }
   }
 
-  // The same of one warpgroup's half of a staggered tile, for its warps alone. What it shrinks by is
-  // left to both warpgroups.
+  // The same of one warpgroup's half of a staggered tile, for its warps alone. What it shrinks by
+  // is left to both warpgroups.
   MLA_DEVICE void raise_reference_of_half(int slot) {
     const int half = warp_ / 4;
     store_maxima();
@@ -719,8 +719,8 @@ class Attend {
   // P of half `half` of the 16 tokens `block`.
   MLA_DEVICE uint32_t p_cores(int slot, int block, int half) const {
     if constexpr (T::kPInKpe) {
-      return block * kCoreRow + (half == 0 ? tile_address(slot) + T::kTokens * kCkvDim
-                                           : shared_ + T::kPOffset);
+      return block * kCoreRow +
+             (half == 0 ? tile_address(slot) + T::kTokens * kCkvDim : shared_ + T::kPOffset);
     }
     return shared_ + T::kPOffset + (2 * block + half) * kCoreRow;
   }

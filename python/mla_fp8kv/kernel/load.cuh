@@ -25,8 +25,8 @@ MLA_DEVICE int64_t row_offset(const Params& p, int32_t q_begin, uint32_t row, in
   return token * token_stride + head * head_stride;
 }
 
-// 16-byte chunk `chunk` of row `row` inside a slot, of ckv and of kpe (see the note on shared memory
-// in traits.cuh).
+// 16-byte chunk `chunk` of row `row` inside a slot, of ckv and of kpe (see the note on shared
+// memory in traits.cuh).
 template <class T>
 MLA_DEVICE uint32_t ckv_offset(int row, int chunk) {
   const int swizzle = T::kPInKpe ? row & 7 : (row >> 1) & 3;
@@ -34,8 +34,8 @@ MLA_DEVICE uint32_t ckv_offset(int row, int chunk) {
 }
 template <class T>
 MLA_DEVICE uint32_t kpe_offset(int row, int chunk) {
-  const uint32_t at = T::kPInKpe ? T::kTokens * kCkvDim + row * kKpeRowBytes
-                                 : row * T::kKvRowBytes + kCkvDim;
+  const uint32_t at =
+      T::kPInKpe ? T::kTokens * kCkvDim + row * kKpeRowBytes : row * T::kKvRowBytes + kCkvDim;
   return at + (chunk ^ ((row >> 1) & 3)) * kChunkBytes;
 }
 
@@ -205,9 +205,9 @@ class Loader {
         const int row = r + (lane_ >> 2);
         uint32_t offset;
         ptx::ld_shared(offset, location(T::kWarpTokens + row));
-        copy<Full>(base + begin * (T::kPInKpe ? kKpeRowBytes : T::kKvRowBytes) +
-                       kpe_offset<T>(row, chunk),
-                   ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
+        copy<Full>(
+            base + begin * (T::kPInKpe ? kKpeRowBytes : T::kKvRowBytes) + kpe_offset<T>(row, chunk),
+            ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
       }
     }
     if constexpr (T::kGroupScales) {

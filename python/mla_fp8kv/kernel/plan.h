@@ -44,7 +44,7 @@ struct TileShape {
 
 // Costs relative to 64 tokens for 8 rows, as measured on one H200 with 32 requests of 8192 tokens.
 constexpr TileShape make_tile_shape(int32_t rows, int32_t tokens, int32_t ctas_per_sm, bool wgmma) {
-  const float wide = wgmma ? (rows <= 32 ? 1.35f : 2.1f) : (rows <= 32 ? 1.75f : 2.9f);
+  const float wide = wgmma ? (rows <= 32 ? 1.35f : 1.8f) : (rows <= 32 ? 1.75f : 2.9f);
   const float per_64_tokens = rows <= 8 ? 1.0f : rows <= 16 ? 1.1f : wide;
   return {rows, tokens, ctas_per_sm, per_64_tokens * static_cast<float>(tokens) / 64,
           per_64_tokens * 1.5f};

@@ -1,11 +1,11 @@
 /*
  * The attention kernel for tiles of wgmma's that fill an SM alone.
  *
- * Two warpgroups share a tile: each has the scores and P of its own half of the tokens, and its half
- * of the dims of the output for all tokens. They work half a tile apart, so that the tensor core has
- * the products of one while the other one is at its softmax. All halves pass in one order, 0, 1 of
- * the first tile, 0, 1 of the next: a warpgroup adds the other's half that came before and then its
- * own, and what a half does to the references reaches the output of both in that order.
+ * Two warpgroups share a tile: each has the scores and P of its own half of the tokens, and its
+ * half of the dims of the output for all tokens. They work half a tile apart, so that the tensor
+ * core has the products of one while the other one is at its softmax. All halves pass in one order,
+ * 0, 1 of the first tile, 0, 1 of the next: a warpgroup adds the other's half that came before and
+ * then its own, and what a half does to the references reaches the output of both in that order.
  */
 #pragma once
 #include "kernel.cuh"

@@ -18,7 +18,7 @@ namespace mla_fp8kv {
 
 constexpr int kCkvDim = 512;
 constexpr int kChunkBytes = 16;
-constexpr int kKpeRowBytes = 64;  // in shared memory, also without kpe
+constexpr int kKpeRowBytes = 64;      // in shared memory, also without kpe
 constexpr int kScaleGroupDims = 128;  // one ckv_scale_arr entry covers this many dims of a token
 constexpr int kScaleGroups = kCkvDim / kScaleGroupDims;
 
@@ -66,9 +66,9 @@ struct Tile {
   // ldmatrix forms are free of conflicts. P rows (one a token, 16 B a row tile) are swizzled to the
   // same end.
   //
-  // P of 128 tokens and 64 rows does not fit beside that. There, kpe lies behind all rows of ckv, and
-  // half of P takes its place: a warp that has the scores of its tokens needs their kpe no more. The
-  // row stride of ckv is 512 B, with XOR of bits 0..2 of the row.
+  // P of 128 tokens and 64 rows does not fit beside that. There, kpe lies behind all rows of ckv,
+  // and half of P takes its place: a warp that has the scores of its tokens needs their kpe no
+  // more. The row stride of ckv is 512 B, with XOR of bits 0..2 of the row.
   static constexpr bool kPInKpe = kStaggered;
   static constexpr int kKvRowBytes = kCkvDim + (kPInKpe ? 0 : kKpeRowBytes);
   static constexpr int kSlotBytes = Tokens * (kCkvDim + kKpeRowBytes);
@@ -102,7 +102,8 @@ struct Tile {
   // before, and int32, whether it does.
   static constexpr int kShrinkOffset = kCellsOffset;
   static constexpr int kShrinkBytes = 4 * Rows + 16;
-  static constexpr int kSharedBytes = kCellsOffset + (kStaggered ? 2 * kShrinkBytes : 4 * Rows * kCells);
+  static constexpr int kSharedBytes =
+      kCellsOffset + (kStaggered ? 2 * kShrinkBytes : 4 * Rows * kCells);
 
   static_assert(Rows % 8 == 0 && Tokens % 16 == 0, "rows and tokens come in MMA tiles");
   static_assert(QkBlocks <= 2 && kTokenBlocks % QkBlocks == 0 && Warps % kTokenGroups == 0,

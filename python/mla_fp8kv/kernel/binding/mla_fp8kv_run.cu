@@ -20,8 +20,8 @@
 #include <string>
 
 #include "../merge.cuh"
-#include "../staggered_kernel.cuh"
 #include "../plan_registry.h"
+#include "../staggered_kernel.cuh"
 #include "module.h"
 
 namespace mla_fp8kv {
