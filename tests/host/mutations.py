@@ -101,13 +101,6 @@ MUTATIONS = [
         E4M3,
     ),
     Mutation(
-        "Q: the fragments of two lanes exchanged",
-        "attend.cuh",
-        "const bool turn = t_ & 2;",
-        "const bool turn = false;",
-        ["test_no_bank_conflicts[Rows8-e4m3]"],
-    ),
-    Mutation(
         "Q: a warp without a piece stores one",
         "attend.cuh",
         "if (!has_piece(i)) return;",
@@ -559,15 +552,8 @@ MUTATIONS = [
     Mutation(
         "wgmma: scores read before the last group is done",
         "attend.cuh",
-        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); if constexpr",
-        "if constexpr",
-        WGMMA,
-    ),
-    Mutation(
-        "wgmma: kpe written over before all lanes have read it",
-        "attend.cuh",
-        "if constexpr (T::kPInKpe) ptx::sync_warp();",
-        "",
+        "ptx::wgmma_wait<0>(); ptx::wgmma_result(score_[0]); }",
+        "}",
         WGMMA,
     ),
     Mutation(

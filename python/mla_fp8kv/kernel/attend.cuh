@@ -46,7 +46,7 @@ class Attend {
 
   // Fetches this thread's share of Q: 8 neighbouring elements of one row in every piece it owns.
   MLA_DEVICE void load_q(const WorkItem& item) {
-    const int row = 8 * (q_row_tile()) + g_;
+    const int row = 8 * q_row_tile() + g_;
     const auto piece = [&](const uint16_t* q, int64_t token_stride, int64_t head_stride) {
       return q + 8 * t_ +
              row_offset(p_, item.q_begin, item.row_begin + row, token_stride, head_stride);
@@ -201,7 +201,7 @@ class Attend {
     uint32_t word[2][4];  // each: rows g and g+8 of one k-step, rows g and g+8 of the next
     uint32_t k[2][4][4];  // four k-steps in use by the tensor core, four in the making
     const auto fetch = [&](int i) {
-      if (T::kPInKpe && i < kPeGroups) {
+      if (T::kStaggered && i < kPeGroups) {
         const int row = token_group_ * 16 + (lane_ & 15), chunk = lane_ >> 4;
         ptx::ldmatrix_x4(word[0], tile_address(slot) + kpe_offset<T>(row, chunk));
         ptx::ldmatrix_x4(word[1], tile_address(slot) + kpe_offset<T>(row, chunk + 2));
@@ -244,7 +244,6 @@ class Attend {
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_result(score_[0]);
-    if constexpr (T::kPInKpe) ptx::sync_warp();  // all have read their kpe
   }
 
   // Scores of tokens a row must not see become -inf. `position` is the tile's first token.
@@ -624,7 +623,7 @@ class Attend {
   }
   // even_ or odd_, in the 64 dims `i` of a row.
   static MLA_DEVICE uint32_t at_64_dims(uint32_t at, int i) {
-    return T::kPInKpe ? (at ^ (i & 1) * 64) + (i >> 1) * 128 : at + i * 64;
+    return T::kStaggered ? (at ^ (i & 1) * 64) + (i >> 1) * 128 : at + i * 64;
   }
   // The tile in `slot`.
   MLA_DEVICE uint32_t tile_address(int slot) const {
@@ -700,7 +699,7 @@ class Attend {
     float largest = ptx::max(ptx::as_float(pair << 16), ptx::as_float(pair & 0xffff0000u));
     if constexpr (T::kWarpsPerRowTile > 1) {  // the row is spread over warps
       const uint32_t cells =
-          shared_ + T::kQMaxOffset + (8 * (q_row_tile()) + g_) * T::kWarpsPerRowTile * 4;
+          shared_ + T::kQMaxOffset + (8 * q_row_tile() + g_) * T::kWarpsPerRowTile * 4;
       if (t_ == 0) ptx::st_shared(cells + q_part() * 4, largest);
       ptx::sync_block();
       float x[T::kWarpsPerRowTile];
@@ -718,7 +717,7 @@ class Attend {
   static constexpr int kCoreBytes = 128, kCoreRow = T::kRowTiles * kCoreBytes;
   // P of half `half` of the 16 tokens `block`.
   MLA_DEVICE uint32_t p_cores(int slot, int block, int half) const {
-    if constexpr (T::kPInKpe) {
+    if constexpr (T::kStaggered) {
       return block * kCoreRow +
              (half == 0 ? tile_address(slot) + T::kTokens * kCkvDim : shared_ + T::kPOffset);
     }

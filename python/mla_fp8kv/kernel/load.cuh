@@ -29,13 +29,13 @@ MLA_DEVICE int64_t row_offset(const Params& p, int32_t q_begin, uint32_t row, in
 // memory in traits.cuh).
 template <class T>
 MLA_DEVICE uint32_t ckv_offset(int row, int chunk) {
-  const int swizzle = T::kPInKpe ? row & 7 : (row >> 1) & 3;
+  const int swizzle = T::kStaggered ? row & 7 : (row >> 1) & 3;
   return row * T::kKvRowBytes + (chunk ^ swizzle) * kChunkBytes;
 }
 template <class T>
 MLA_DEVICE uint32_t kpe_offset(int row, int chunk) {
   const uint32_t at =
-      T::kPInKpe ? T::kTokens * kCkvDim + row * kKpeRowBytes : row * T::kKvRowBytes + kCkvDim;
+      T::kStaggered ? T::kTokens * kCkvDim + row * kKpeRowBytes : row * T::kKvRowBytes + kCkvDim;
   return at + (chunk ^ ((row >> 1) & 3)) * kChunkBytes;
 }
 
@@ -205,9 +205,9 @@ class Loader {
         const int row = r + (lane_ >> 2);
         uint32_t offset;
         ptx::ld_shared(offset, location(T::kWarpTokens + row));
-        copy<Full>(
-            base + begin * (T::kPInKpe ? kKpeRowBytes : T::kKvRowBytes) + kpe_offset<T>(row, chunk),
-            ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
+        copy<Full>(base + begin * (T::kStaggered ? kKpeRowBytes : T::kKvRowBytes) +
+                       kpe_offset<T>(row, chunk),
+                   ptx::advance(p_.kpe + chunk * kChunkBytes, offset), row < valid);
       }
     }
     if constexpr (T::kGroupScales) {

@@ -69,12 +69,11 @@ struct Tile {
   // P of 128 tokens and 64 rows does not fit beside that. There, kpe lies behind all rows of ckv,
   // and half of P takes its place: a warp that has the scores of its tokens needs their kpe no
   // more. The row stride of ckv is 512 B, with XOR of bits 0..2 of the row.
-  static constexpr bool kPInKpe = kStaggered;
-  static constexpr int kKvRowBytes = kCkvDim + (kPInKpe ? 0 : kKpeRowBytes);
+  static constexpr int kKvRowBytes = kCkvDim + (kStaggered ? 0 : kKpeRowBytes);
   static constexpr int kSlotBytes = Tokens * (kCkvDim + kKpeRowBytes);
   static constexpr int kScaleSlotBytes = GroupScales ? Tokens * kScaleGroups * 4 : 0;
   static constexpr int kPRowBytes = 16 * kRowTiles;
-  static constexpr int kPBytes = Tokens * kPRowBytes / (kPInKpe ? 2 : 1);  // in its own place
+  static constexpr int kPBytes = Tokens * kPRowBytes / (kStaggered ? 2 : 1);  // in its own place
 
   static constexpr int kQOffset = 0;
   static constexpr int kRingOffset = kQOffset + kQkSteps * kRowTiles * 256;
@@ -129,7 +128,7 @@ struct WgmmaTile : Tile<Rows, Warps, Tokens, 2, 1, CtasPerSm, KpeDim> {
   static constexpr bool kWgmma = true;
   static_assert(WgmmaTile::kTokenGroups == Warps && Warps % 4 == 0,
                 "each warp has 16 tokens and all rows, four warps a product");
-  static_assert(!WgmmaTile::kPInKpe || Rows * 2 * 8 == 16 * kKpeRowBytes,
+  static_assert(!WgmmaTile::kStaggered || Rows * 2 * 8 == 16 * kKpeRowBytes,
                 "P of 8 of a warp's tokens is as large as kpe of all 16");
   static_assert(WgmmaTile::kDimBlocks % 4 == 0, "four blocks of dims are one group of products");
 };
