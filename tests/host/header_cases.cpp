@@ -45,6 +45,35 @@ const bool source_filled = [] {
   return true;
 }();
 
+void read_word(uint32_t address) {
+  uint32_t value;
+  ptx::ld_shared(value, address);
+}
+
+// Warp 0 writes, warp 1 hears of it at one barrier and tells warp 2 at another, which reads.
+enum Passing { kSyncs, kLateWrite, kEarlyRead, kNoArrival };
+std::string pass_on(Passing how, bool reverse = false) {
+  return run(
+      3, 128,
+      [&] {
+        const int warp = ptx::thread_index() / 32;
+        const uint32_t cell = kSharedBase + 4 * (ptx::thread_index() % 32);
+        if (warp == 0) {
+          if (how != kLateWrite) ptx::st_shared(cell, 7u);
+          if (how != kNoArrival) ptx::arrive_at<64>(1);
+          if (how == kLateWrite) ptx::st_shared(cell, 7u);
+        } else if (warp == 1) {
+          ptx::sync_at<64>(1);
+          ptx::arrive_at<64>(2);
+        } else {
+          if (how == kEarlyRead) read_word(cell);
+          ptx::sync_at<64>(2);
+          read_word(cell);
+        }
+      },
+      reverse);
+}
+
 // Each stores the same 4 bytes a thread, then reads what thread ^ `partner` stored, after `order`.
 template <class Order>
 std::string exchange_through_shared(int partner, bool reverse, Order&& order) {
@@ -136,6 +165,22 @@ std::string run_case(const std::string& name) {
         ptx::sync_block();
       } else {
         ptx::sync_block_or(true);
+      }
+    });
+  }
+  if (name == "some warps, in order") return pass_on(kSyncs);
+  if (name == "some warps, in order, reversed") return pass_on(kSyncs, true);
+  if (name == "some warps, written after the arrival") return pass_on(kLateWrite);
+  if (name == "some warps, read without waiting") return pass_on(kEarlyRead);
+  if (name == "some warps, one never comes") return pass_on(kNoArrival);
+  if (name == "some warps, votes") {
+    return run(3, 64, [] {
+      const int warp = ptx::thread_index() / 32;
+      if (warp == 2) return;
+      for (int winner = 0; winner < 65; ++winner) {
+        if (ptx::sync_at_or<64>(3, ptx::thread_index() == winner) != (winner < 64)) {
+          host::current->fault("wrong vote");
+        }
       }
     });
   }

@@ -7,7 +7,8 @@
 //     NaN codes until then);
 //   * two threads touching the same word, one writing, with no barrier between (also within a
 //     warp: sync_warp);
-//   * lanes of a warp, or warps of a block, that meet at different operations or never meet;
+//   * lanes of a warp, warps of a block or of a barrier, that meet at different operations or never
+//     meet;
 //   * bank conflicts, counted per operation.
 #pragma once
 #include <algorithm>
@@ -151,7 +152,7 @@ class Block {
     warp.arrived |= 1u << (thread_ % kLanes);
     if (warp.arrived != kAllLanes) {
       wait_turn();
-      return warp.vote;
+      return warp.answer;
     }
     warp.arrived = 0;
     SomeWarps& some = some_warps_[barrier];
@@ -165,7 +166,7 @@ class Block {
     if (complete) {
       if (some.waiting.empty()) abort("a barrier that nobody waits at");
       for (const int waiting : some.waiting) {
-        warps_[waiting].vote = some.vote;
+        warps_[waiting].answer = some.vote;
         warps_[waiting].runnable = kAllLanes;
         shared.clocks.leave(waiting, some.known);
       }
@@ -173,7 +174,7 @@ class Block {
     }
     if (!wait) warp.runnable = kAllLanes;
     if (wait && !complete) wait_turn();
-    return warp.vote;
+    return warp.answer;
   }
 
   // ---- cp.async: a copy lands when its thread waits for it
@@ -263,7 +264,8 @@ class Block {
     const char* op = "";
     void* args[kLanes];
     int barrier = 0;
-    bool vote = false;  // at `barrier`, and its answer
+    bool vote = false;  // at `barrier`
+    bool answer = false;
   };
   struct SomeWarps {  // at a barrier
     int arrived = 0, threads = 0;
