@@ -1,12 +1,19 @@
-"""Runs every kernel of every module on small shapes, for the four tools of compute-sanitizer.
+r"""Runs every kernel of every module on small shapes, for the four tools of compute-sanitizer.
 
     compute-sanitizer --tool memcheck  --error-exitcode 1 python tests/gpu/sanitize_shapes.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize_shapes.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 \
+        --kernel-name-exclude kernel_substring=attention_staggered \
+        python tests/gpu/sanitize_shapes.py
     compute-sanitizer --tool initcheck --error-exitcode 1 python tests/gpu/sanitize_shapes.py
     compute-sanitizer --tool synccheck --error-exitcode 1 python tests/gpu/sanitize_shapes.py
 
 Arguments, such as `e4m3_64`, keep only these modules. Each result is compared with float64 as well,
 and the script fails if a kernel that the modules hold did not run.
+
+racecheck (2025.3.1) does not order what a thread reads before it says with bar.arrive that it was
+there, and reports two warps that take turns that way; with bar.sync in the place of bar.arrive it
+does not. It cannot judge the staggered kernel, then. The host execution (tests/host) does: its
+clocks order both.
 
 Inputs are made and results compared on the CPU, so what runs on the GPU are copies and our kernels.
 Every tensor is an allocation of its own: memory that the kernels must write before they read it, as
