@@ -138,9 +138,23 @@ MUTATIONS = [
     Mutation(
         "swizzle with the wrong row bits",
         "load.cuh",
-        "chunk ^ ((row >> 1) & 3)",
-        "chunk ^ (row & 3)",
+        "T::kStaggered ? row & 7 : (row >> 1) & 3;",
+        "T::kStaggered ? row & 7 : row & 3;",
         ["test_no_bank_conflicts[Rows8-e4m3]"],
+    ),
+    Mutation(
+        "swizzle of staggered rows with the wrong row bits",
+        "load.cuh",
+        "T::kStaggered ? row & 7 : (row >> 1) & 3;",
+        "T::kStaggered ? row & 3 : (row >> 1) & 3;",
+        ["test_no_bank_conflicts[WgmmaRows64-e4m3]"],
+    ),
+    Mutation(
+        "kpe swizzled otherwise than ckv",
+        "load.cuh",
+        "(chunk ^ ((row >> 1) & 3)) * kChunkBytes",
+        "(chunk ^ (row & 3)) * kChunkBytes",
+        E4M3,
     ),
     # ---- mask and ends
     Mutation(
