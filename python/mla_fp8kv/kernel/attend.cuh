@@ -281,6 +281,8 @@ class Attend {
     bool exceeds = false;
     float sum[T::kQkRowTiles][2];
     zero(sum);
+    // Row tiles whose state is fetched before the first exponential; from shared memory, one after
+    // the other's would wait each time.
     constexpr int kAtOnce = T::kWgmma ? 4 : 1;
 #pragma unroll
     for (int first = 0; first < T::kQkRowTiles; first += kAtOnce) {
