@@ -12,8 +12,8 @@ and the script fails if a kernel that the modules hold did not run.
 
 racecheck (2025.3.1) does not order what a thread reads before it says with bar.arrive that it was
 there, and reports two warps that take turns that way; with bar.sync in the place of bar.arrive it
-does not. It cannot judge the staggered kernel, then. The host execution (tests/host) does: its
-clocks order both.
+does not. Of mbarriers it says the same. It cannot judge the staggered kernel, then. The host
+execution (tests/host) does: its clocks order both.
 
 Inputs are made and results compared on the CPU, so what runs on the GPU are copies and our kernels.
 Every tensor is an allocation of its own: memory that the kernels must write before they read it, as
